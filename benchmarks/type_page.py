@@ -164,6 +164,8 @@ def _by_reason(said: Iterable[tuple[str, str]]) -> str:
     reasons: dict[str, list[str]] = {}
     for name, sentence in said:
         plain = re.sub(rf" ?\({re.escape(name)}\)|'{re.escape(name)}' ", "", sentence)
+        plain = plain.replace("the model is a model, which ", "the model ")
+        plain = plain.replace("the model is a model, ", "the model is one ")
         reasons.setdefault(_escaped(plain), []).append(name)
     return "".join(f"| {reason} | {', '.join(sorted(types))} |\n" for reason, types in sorted(reasons.items()))
 

@@ -93,7 +93,7 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Fine-tune language models; a run survives out-of-memory errors.
+    """Fine-tune language models with runs that survive out-of-memory errors.
 
     Without a command, tunedeck opens the console on a terminal. Its options:
 
@@ -101,7 +101,7 @@ def options(
       -p, --profile PROFILE    open the Launch screen with this profile
       -r, --recipe RECIPE      open the Launch screen with this recipe
       --set KEY=VALUE          open the Launch screen with this setting
-      --runs DIR               folder of runs (else $TUNEDECK_RUNS, else ./runs)
+      --runs DIR               folder of runs; by default $TUNEDECK_RUNS or ./runs
       --theme dark|light|ansi  colours
       --ascii                  draw without special characters
     """
@@ -117,8 +117,10 @@ app.add_typer(queue.queue, name="queue")
 _add(launch.launch, runs.runs, runs.show, runs.log, runs.watch, runs.rm, runs.rename, runs.tag, compare.compare)
 app.command("eval")(evaluate.evaluate)
 _add(chat.chat, background.sync, handover.merge, handover.handover, handover.push, data.data)
-app.add_typer(library.make_group("profile", "Hardware profiles: which device, and how much of it."), name="profiles")
-app.add_typer(library.make_group("recipe", "Recipes: what is trained, how, on what data."), name="recipes")
+app.add_typer(
+    library.make_group("profile", "Hardware profiles: which device, and how much of it to use."), name="profiles"
+)
+app.add_typer(library.make_group("recipe", "Recipes: the model, the data, and how it is trained."), name="recipes")
 _add(models.models, share.export, doctor.doctor, share.report)
 app.command("import")(share.import_archive)
 app.command("schema")(json_schemas.schema)

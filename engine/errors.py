@@ -68,11 +68,11 @@ def disk_problem(error: BaseException, default: str) -> EnvironmentProblem | Non
         return None
     verb = "written" if error.errno in {*FULL_DISK, errno.EROFS} else "read or written"
     if error.errno in FULL_DISK:
-        fix = "make room on that disk"
+        fix = "free space on that disk"
     elif error.errno in BROKEN_DISK:
-        fix = "see dmesg: the disk or its connection fails, or is read-only"
+        fix = "see dmesg: the disk or its connection has failed, or is read-only"
     else:
-        fix = "give yourself permission to read and write it, see: ls -ld"
+        fix = "change its permissions so that you can read and write it; see: ls -ld"
     return EnvironmentProblem(f"{error.filename or default} cannot be {verb}: {error.strerror}", fix=fix)
 
 
@@ -84,8 +84,8 @@ def moved_problem(error: BaseException) -> EnvironmentProblem | None:
     if not gone:
         return None
     return EnvironmentProblem(
-        f"{gone[-1]} does not exist any more: it was moved or removed while this command used it",
-        fix="put it back, or name its new place; then the same command again",
+        f"{gone[-1]} was moved or removed while this command used it",
+        fix="put it back or use its new path, then repeat the command",
     )
 
 
@@ -108,7 +108,7 @@ class AdapterError(UsageError):
 
 
 class UnknownArchitectureError(UsageError):
-    """The budget has no formula (closed form) for this model family; a run learns how much memory it needs as it
+    """The budget has no memory formula for this model family; a run learns how much memory it needs as it
     trains."""
 
 

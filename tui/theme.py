@@ -34,10 +34,10 @@ STATES: dict[str, StateStyle] = {
     "oom": StateStyle("▲", "O", "bold $bad"),
     "stale": StateStyle("?", "?", "bold $caution"),
     "skipped": StateStyle("─", "-", "$muted"),
-    "to come": StateStyle("·", ".", "$muted"),
+    "pending": StateStyle("·", ".", "$muted"),
 }
 """The statuses of the journal, `stopping` for a running run that was asked to stop, and for stages of a staged run also
-`skipped` and `to come`."""
+`skipped` and `pending`."""
 
 
 class ComponentStyle(NamedTuple):

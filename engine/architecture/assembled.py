@@ -134,14 +134,18 @@ def _problems_of_one(config: Config) -> list[str]:
     if kind not in MIXTURES:
         mixture = any(key in config for key in ("num_experts", "num_local_experts", "n_routed_experts"))
         known = ", ".join(MIXTURES)
-        found.append(f"model_type {kind!r} {'is a mixture already' if mixture else 'has no mixture'}; one of: {known}")
+        found.append(
+            f"model_type {kind!r} "
+            f"{'is already a mixture of experts' if mixture else 'has no mixture-of-experts version'}; one of: "
+            f"{known}"
+        )
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
-            found.append(f"{key} = true, which {'Qwen3-MoE' if kind == 'qwen3' else 'Mixtral'} cannot have")
+            found.append(f"{key} = true, which {'Qwen3-MoE' if kind == 'qwen3' else 'Mixtral'} does not support")
     if config.get("quantization_config"):
         found.append("its weights are quantised")
     if config.get("use_sliding_window"):
-        found.append("use_sliding_window = true: layers with windows cannot be kept")
+        found.append("use_sliding_window = true: sliding-window layers are not supported")
     return found
 
 

@@ -22,18 +22,18 @@ MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_M
 """In transformers' `models/auto/modeling_auto.py`: names of classes by model type, in the order in which the engine
 looks for one (`engine.model.config.auto_class`)."""
 NEED_AN_IMAGE, DRAFTS = (
-    "takes no text alone: it needs an image in every sample",
-    "takes no text alone: it drafts tokens from the states of another model",
+    "cannot be trained on text alone: it needs an image in every sample",
+    "cannot be trained on text alone: it drafts tokens from the states of another model",
 )
 NOT_FROM_TEXT = {
     "idefics": NEED_AN_IMAGE,
     "kosmos-2": NEED_AN_IMAGE,
-    "evolla": "takes no text alone: it needs a protein in every sample",
+    "evolla": "cannot be trained on text alone: it needs a protein in every sample",
     "gemma4_assistant": DRAFTS,
     "gemma4_unified_assistant": DRAFTS,
-    "blt": "cuts each text into patches by what a second model in it predicts",
-    "cpmant": "lets tokens see those behind them",
-    "paligemma": "lets the tokens of a prompt see those behind them",
+    "blt": "splits each text into patches with a second model",
+    "cpmant": "lets tokens attend to later ones",
+    "paligemma": "lets the tokens of a prompt attend to later ones",
 }
 """Why a model type does not predict text from text alone, which the inputs of its `forward` do not tell. The engine
 tries every model on a row of text (`engine.model.verify.verify_logits`, `engine.model.verify.require_causality`); these
@@ -60,7 +60,7 @@ def refuse_class(facts: Mapping[str, Any], model: str) -> None:
     named = [name for name in names if name in stated]
     reason = NOT_FROM_TEXT.get(model_type) or why_not_text_alone([*named, names[0]][0], model_type)
     if not named and stated and stated[0].endswith(NO_TEXT):
-        reason = f"has a {stated[0]}, which gives no text"
+        reason = f"has a {stated[0]}, which does not produce text"
     if reason is not None:
         raise _not_text_alone(model, model_type, reason)
     _refuse_missing_package(facts, model)
@@ -74,14 +74,14 @@ def _refuse_missing_package(facts: Mapping[str, Any], model: str) -> None:
     if with_images and _imports_scipy(model_type) and find_spec("scipy") is None:
         raise UsageError(
             f"{model} needs the package scipy, which is not installed",
-            expected="the packages that the model is made of",
+            expected="the packages that the model needs",
             fix=install_packages("scipy"),
         )
     parts = [part for part in facts.values() if isinstance(part, Mapping)]
     if any(str(part.get("model_type")) in _types_of_timm() for part in parts) and find_spec("timm") is None:
         raise UsageError(
-            f"{model} has a vision encoder of the package timm, which is not installed",
-            expected="the packages that the model is made of",
+            f"{model} has a vision encoder from the package timm, which is not installed",
+            expected="the packages that the model needs",
             fix=f"{install_packages('timm')}, or choose a model.id without a vision encoder",
         )
 
@@ -115,10 +115,10 @@ def _refuse_unknown_type(model_type: str, model: str) -> None:
     if model_type in _table("configuration_auto.py", "CONFIG_MAPPING_NAMES"):
         return
     raise UsageError(
-        f"{model} is of the type {model_type!r}, which the installed transformers does not know"
+        f"{model} has the type {model_type!r}, which the installed transformers does not support"
         if model_type
-        else f"the config.json of {model} names no model_type",
-        expected="a model that transformers opens",
+        else f"the config.json of {model} does not set model_type",
+        expected="a model that transformers supports",
         fix=f"{install_packages('transformers', upgrade=True)}, or choose another model.id",
     )
 
@@ -133,14 +133,14 @@ def refuse_images(facts: Mapping[str, Any], recipe: Recipe) -> None:
     backends = _table("image_processing_auto.py", "IMAGE_PROCESSOR_MAPPING_NAMES").get(model_type)
     found = ""
     if not processors.get(model_type):
-        found = f"a {model_type!r} model takes no images"
+        found = f"a {model_type!r} model does not support images"
     elif backends is not None and not backends.get("pil"):
-        found = f"images of a {model_type!r} model are read with torchvision alone, which is not used here"
+        found = f"images of a {model_type!r} model can only be read with torchvision, which is not used here"
     if found:
         raise UsageError(
             f"{key}: {found}",
-            expected="a model whose processor in transformers reads images with Pillow",
-            fix="choose such a model, or train on text: remove the sources with images",
+            expected="a model whose transformers processor reads images with Pillow",
+            fix="choose another model, or train on text by removing the sources with images",
         )
 
 
@@ -181,7 +181,7 @@ def no_class(model: str, model_type: str) -> UsageError:
     """The error for a model type for which transformers has no class that is trained here."""
     return UsageError(
         f"{model} is a {model_type!r} model, which is not a causal language model",
-        expected="a model that transformers opens with AutoModelForCausalLM or AutoModelForImageTextToText",
+        expected="a model that transformers supports with AutoModelForCausalLM or AutoModelForImageTextToText",
         fix="choose another model.id",
     )
 
@@ -197,7 +197,7 @@ def _classes() -> list[dict[str, Any]]:
     return [table for name in MAPPINGS if (table := _table("modeling_auto.py", name))]
 
 
-ENCODER_DECODER = "is an encoder-decoder, which reads the prompt with a part of its own"
+ENCODER_DECODER = "is an encoder-decoder model"
 
 
 @lru_cache(maxsize=64)
@@ -241,7 +241,7 @@ def why_not_text_alone(name: str, model_type: str) -> str | None:
     split = len(given) - len(forward.args.defaults)
     needed = [each for each in given[:split] if each != "input_ids"]
     if needed:
-        return f"takes no text alone: it needs {' and '.join(needed)} in every sample"
+        return f"cannot be trained on text alone: it needs {' and '.join(needed)} in every sample"
     return ENCODER_DECODER if "decoder_input_ids" in given[split:] else _why_other_logits(forward)
 
 
@@ -252,7 +252,7 @@ def _why_other_logits(forward: ast.FunctionDef) -> str | None:
             if _is_named(target, "logits") and _calls_of_self(line.value) > 1:
                 return "computes its logits with a second layer before its head"
             if isinstance(target, ast.Subscript) and _is_named(target.value, "logits") and _of_tokens(target.slice):
-                return "changes the logits of some tokens behind its head"
+                return "changes the logits of some tokens after its head"
     return None
 
 

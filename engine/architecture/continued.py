@@ -117,7 +117,7 @@ def _read_once(folder: Path, _config_changed: int, _weights_changed: int) -> Sav
         config = read_table(file)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{file} cannot be read: {error}", expected="the config of an adapter", fix="copy the adapter again"
+            f"{file} cannot be read: {error}", expected="an adapter config", fix="copy the adapter again"
         ) from error
     shapes: dict[str, tuple[int, ...]] = {}
     with suppress(OSError, ValueError, TypeError, KeyError):  # the engine says what is wrong with the weights
@@ -141,7 +141,7 @@ def continued(recipe: Recipe, arch: Architecture) -> Recipe:
 
 
 def require_closed_form(model: Model, arch: Architecture) -> None:
-    """Raise UnknownArchitectureError if the adapter that is continued has memory that no closed form describes."""
+    """Raise UnknownArchitectureError if the adapter that is continued has no memory formula."""
     adapter = find_adapter(model)
     if adapter is not None and (reason := _no_closed_form(adapter, arch)) is not None:
         raise UnknownArchitectureError(
@@ -187,14 +187,14 @@ def _shortened(names: list[str], known: Iterable[str]) -> list[str]:
 
 
 def _no_closed_form(adapter: SavedAdapter, arch: Architecture) -> str | None:
-    """Why the closed form does not describe the adapter's memory, as the end of a sentence; None if it does."""
+    """Why the memory formula does not apply to the adapter, as the end of a sentence; None if it does."""
     config = adapter.config
     if not adapter.is_lora:
-        return f"is of type {adapter.kind}"
+        return f"has type {adapter.kind}"
     if not adapter.shapes:
         return None
     if config.get("rank_pattern") or config.get("layer_replication"):
-        return "has ranks of its own for some layers"
+        return "has different ranks for some layers"
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         return "trains biases"
     unknown = set(adapter.adapted) - set(adaptable_names(arch))
@@ -210,9 +210,9 @@ def _odd_shape(adapter: SavedAdapter, arch: Architecture) -> str | None:
             continue  # experts
         pair = [adapter.shapes.get(f"{PREFIX}{module}.lora_{side}.weight") for side in "AB"]
         if pair != linear.adapter_shapes(adapter.rank):
-            return f"has matrices of other shapes on {module}"
+            return f"has matrices with other shapes on {module}"
     for name, shape in adapter.shapes.items():
         bare = name.removeprefix(PREFIX)
         if bare in parameters and shape != parameters[bare].shape:
-            return f"has another shape of {bare}"
+            return f"has a different shape of {bare}"
     return None

@@ -114,7 +114,7 @@ EXPERT_LAYOUTS: dict[Layout, tuple[str, str]] = {
 """Layouts of mixtures, and the config keys of their number of experts and of the experts' width."""
 
 
-NO_PLAN = "train without a plan: micro-batches start small and what fits is learned during the run"
+NO_PLAN = "train without a plan: micro-batches start small and adapt during the run"
 
 
 def from_config(config: Mapping[str, Any]) -> Architecture:
@@ -124,7 +124,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
         return _from_config(config)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise UsageError(
-            f"the model's config.json has a value that none of its family has: {type(error).__name__}: {error}",
+            f"the model's config.json has a value that is invalid for its family: {type(error).__name__}: {error}",
             expected="the config.json that came with the weights",
             fix="download or export the model again",
         ) from error
@@ -146,7 +146,7 @@ def _from_config(config: Mapping[str, Any]) -> Architecture:
     if any((config.get("per_layer_config") or {}).values()):
         raise UnknownArchitectureError(
             f"the layers of this {model_type} model differ in size (per_layer_config)",
-            expected="layers of one size",
+            expected="layers of the same size",
             fix=NO_PLAN,
         )
     stated = {key: value for key, value in config.items() if value is not None}

@@ -273,9 +273,9 @@ def why_not_causal(facts: Mapping[str, Any]) -> str | None:
     """Why it cannot learn the next token, as the end of a sentence; None if it can, as far as its config tells."""
     model_type = str(facts.get("model_type", "unknown"))
     if model_type in ENCODERS and not facts.get("is_decoder"):
-        return f"is an encoder ({model_type}), whose tokens see those behind them"
+        return f"is an encoder ({model_type}), whose tokens attend to later ones"
     if text_of(facts).get("use_bidirectional_attention") is True:
-        return f"is an encoder ({model_type}) by its use_bidirectional_attention, whose tokens see those behind them"
+        return f"is an encoder ({model_type}) because of use_bidirectional_attention: its tokens attend to later ones"
     if model_type in PERMUTED:
         return f"predicts tokens in a permuted order ({model_type})"
     return None
@@ -285,17 +285,17 @@ def _refuse_reset(facts: Mapping[str, Any], recipe: Recipe) -> None:
     model_type, padding = str(facts.get("model_type", "")), facts.get("pad_token_id")
     if model_type in PADDING_RESET and padding is not None:
         raise UsageError(
-            f"{recipe.model.id} is a {model_type!r} model, which transformers opens with zeros for the padding token "
-            f"({padding}), whatever was trained",
-            fix='set method.kind = "lora", or take pad_token_id out of its config.json',
+            f"{recipe.model.id} is a {model_type!r} model, for which transformers always loads zeros for the "
+            f"padding token ({padding}), whatever was trained",
+            fix='set method.kind = "lora", or remove pad_token_id from its config.json',
         )
 
 
 def _refuse_renamed(model_type: str, recipe: Recipe) -> None:
     if model_type in RENAMED_BY_PEFT:
         raise UsageError(
-            f"{recipe.model.id} is a {model_type!r} model, whose layers peft renames when it opens an adapter, so that "
-            "none of them can have one",
+            f"{recipe.model.id} is a {model_type!r} model, whose layers peft renames when it loads an adapter, "
+            "so they cannot have one",
             fix='set method.kind = "full", or choose another model.id',
         )
 
@@ -327,12 +327,12 @@ def no_adapter_on(target: str, reason: str) -> UsageError:
 
 def scan_reason(model_type: str) -> str:
     """Why some linear layers of a Mamba layer cannot have an adapter."""
-    return f"the kernels of {model_type} layers read that weight themselves, past an adapter"
+    return f"the kernels of {model_type} layers read that weight directly and bypass an adapter"
 
 
 def expert_reason(model_type: str) -> str:
     """Why a linear layer whose name peft treats as a fused expert's cannot have an adapter."""
-    return f"in {model_type}, peft takes that name for the fused experts'"
+    return f"in {model_type}, peft applies that name to the fused experts"
 
 
 def experts_note(facts: Mapping[str, Any], recipe: Recipe) -> str | None:
@@ -349,9 +349,9 @@ def untrained_experts(model_type: str, method: Method) -> str | None:
     if method.kind != "lora" or method.targets != "all-linear":
         return None
     return (
-        f'method.targets = "all-linear" puts no adapter on the experts of {model_type}: their weights are one tensor a '
-        'layer, not linear layers; to adapt them, too, name them, such as method.targets = ["q_proj", "v_proj", '
-        '"experts.gate_up_proj", "experts.down_proj"]'
+        f'method.targets = "all-linear" puts no adapter on the experts of {model_type}: their weights are '
+        "one tensor per layer, not linear layers; to adapt them, add their names, such as method.targets = "
+        '["q_proj", "v_proj", "experts.gate_up_proj", "experts.down_proj"]'
     )
 
 
@@ -376,6 +376,6 @@ def refuse_own_code(facts: Mapping[str, Any], model: str, *, trusted: bool) -> N
 
 def own_code(model: str) -> UsageError:
     return UsageError(
-        f"{model} needs Python code that comes with it, which is not run unasked",
+        f"{model} needs its own Python code, which does not run by default",
         fix="if you trust its author, add --trust-remote-code",
     )

@@ -50,7 +50,7 @@ class ModelFacts:
     config: Mapping[str, Any] | None
     """The parsed config.json; None if there is none on this machine."""
     architecture: Architecture | None
-    """None without a config, and for a family whose memory has no closed form."""
+    """None without a config, and for a family without a memory formula."""
     reason: TunedeckError | None = None
     """Why there is no architecture: ConfigNotHereError, UnknownArchitectureError, or what is wrong with the model."""
     scaling: RopeScaling | None = None
@@ -91,7 +91,7 @@ def find_facts(model: Model) -> ModelFacts:
 
 
 def _with_adapter(facts: ModelFacts, arch: Architecture, model: Model) -> ModelFacts:
-    """`facts`, without the architecture if the adapter that is continued has no closed form."""
+    """`facts`, without the architecture if the adapter that is continued has no memory formula."""
     try:
         require_closed_form(model, arch)
     except UnknownArchitectureError as error:
@@ -101,7 +101,7 @@ def _with_adapter(facts: ModelFacts, arch: Architecture, model: Model) -> ModelF
 
 def find_architecture(spec: RunSpec) -> Architecture:
     """Raises ConfigNotHereError when no config is on this machine, UnknownArchitectureError for a family, or an adapter
-    to continue, without a closed form, UsageError for a missing folder."""
+    to continue, without a memory formula, UsageError for a missing folder."""
     arch = _architecture_of(spec.recipe.model)
     require_closed_form(spec.recipe.model, arch)
     return arch
@@ -132,7 +132,9 @@ def _assembled(dense: dict[str, Any], experts: int, per_token: int) -> dict[str,
     """The mixture's config before it is assembled. Raises UsageError if it cannot be."""
     problems = problems_of_experts(["the recipe's model"], [dense])
     if problems:
-        raise UsageError("no mixture can be assembled: " + "; ".join(problems), fix="choose another model.id")
+        raise UsageError(
+            "a mixture of experts cannot be assembled: " + "; ".join(problems), fix="choose another model.id"
+        )
     return assembled_config(dense, experts, per_token)
 
 
@@ -149,7 +151,7 @@ def _config_file(model: str, revision: str | None) -> Path | None:
         raise UsageError(
             f"model.id = {model!r} is a file",
             expected="a model's folder or hub id",
-            fix=f"data belong in a source: --set data.sources.0.path={model} in place of model.id",
+            fix=f"data belongs in a source: --set data.sources.0.path={model}, not model.id",
         )
     if os.path.isabs(local) or model.startswith("."):
         raise UsageError(f"the model folder {model} does not exist", fix="check model.id")
@@ -165,7 +167,7 @@ def _shipped_config(model: str) -> dict[str, Any]:
     raise ConfigNotHereError(
         f"no config.json of {model!r} on this machine",
         expected="a folder with a config.json, a model in the hub cache, or one of the shipped profiles/models",
-        fix=f"download it once with: hf download {model} config.json",
+        fix=f"download it once: hf download {model} config.json",
     )
 
 
@@ -343,7 +345,9 @@ def _fetch(model: str, revision: str | None, missing: ConfigNotHereError) -> Non
         hf_hub_download(model, "config.json", revision=revision, etag_timeout=ANSWER_SECONDS)
     except HFValidationError:
         raise UsageError(
-            f"{model!r} is no name of a model", expected="OWNER/NAME as on the hub, or a folder", fix="check model.id"
+            f"{model!r} is not a valid model name",
+            expected="OWNER/NAME as on the hub, or a folder",
+            fix="check model.id",
         ) from None
     except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise _refused(error, model) or missing from error
@@ -363,16 +367,16 @@ def _refused(error: BaseException, model: str) -> TunedeckError | None:
         )
     if isinstance(answer, RepositoryNotFoundError):
         return EnvironmentProblem(
-            f"the hub has no {model!r}, or keeps it private",
+            f"the hub has no {model!r}, or it is private",
             expected="OWNER/NAME as on the hub, or an existing folder",
             fix="check the spelling of model.id; for a private model log in with: hf auth login",
         )
     if isinstance(answer, EntryNotFoundError):
-        return UsageError(f"{model} on the hub has no config.json", fix="choose a model in transformers' layout")
+        return UsageError(f"{model} on the hub has no config.json", fix="choose a model in the format of transformers")
     status = answer.response.status_code
     if status == 404:
         return UsageError(f"the hub has {model}, but not this revision", fix="check model.revision")
-    return EnvironmentProblem(f"the hub answers {status} for {model}", fix="try again later, or use a local folder")
+    return EnvironmentProblem(f"the hub returned {status} for {model}", fix="try again later, or use a local folder")
 
 
 def _compared(model: str, revision: str | None, *, random: bool) -> list[str]:
@@ -391,12 +395,12 @@ def _compared(model: str, revision: str | None, *, random: bool) -> list[str]:
         if random:
             return []
         raise UsageError(
-            f"{model} has no safetensors files on the hub, and no other format is opened",
+            f"{model} has no safetensors files on the hub, and other formats are not supported",
             expected="weights as *.safetensors",
-            fix="set model.id to the safetensors version of the model; of a GGUF file, to what it was made from",
+            fix="set model.id to the safetensors version of the model; for a GGUF file, to the model it was made from",
         ) from None
     except (HTTPError, SafetensorsParsingError) as error:
-        return [f"the weights of {model} could not be looked at ({error}); the plan follows its config alone"]
+        return [f"the weights of {model} could not be checked ({error}); the plan uses only its config"]
     stored = sum(counts.values())
     size_gib = sum(BYTES.get(dtype, 1) * count for dtype, count in counts.items()) / 2**30
     try:
@@ -408,6 +412,6 @@ def _compared(model: str, revision: str | None, *, random: bool) -> list[str]:
     if stored in (expected, expected + arch.vocab * arch.hidden):
         return []
     return [
-        f"the weights of {model} are {stored:,} parameters, {size_gib:.2f} GiB as stored; by its config the plan "
-        f"counts {expected:,}: quantised weights, or parts that training does not load"
+        f"the weights of {model} are {stored:,} parameters, {size_gib:.2f} GiB as stored; the plan counts "
+        f"{expected:,} from its config: the weights are quantised, or have parts that training does not load"
     ]

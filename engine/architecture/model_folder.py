@@ -33,7 +33,7 @@ of their own."""
 HEADER_BYTES = 100_000_000
 """Of a safetensors file, at most (`MAX_HEADER_SIZE` of its library)."""
 
-AGAIN = "download or export the model again; an unfinished download leaves files out"
+AGAIN = "download or export the model again; an unfinished download lacks files"
 
 
 def refuse_without_config(folder: Path) -> None:
@@ -54,7 +54,7 @@ def refuse_without_config(folder: Path) -> None:
     raise UsageError(
         f"{found} in the model folder {folder}",
         expected="config.json and weights as *.safetensors",
-        fix="set model.id to the repository in transformers' format that it was made from"
+        fix="set model.id to the repository in transformers format that it was made from"
         if kinds - {"pickle"}
         else AGAIN,
     )
@@ -180,8 +180,8 @@ def refuse_quantised(spec: RunSpec, config: Mapping[str, Any], files: Path | Non
     instead = f"set model.id to the unquantised repository that it was made from{f', {made_from}' if made_from else ''}"
     if method not in READ_AS_BF16:
         raise UsageError(
-            f"the weights of {recipe.model.id} are stored quantised ({method}), and those are not trained",
-            fix=f'{instead}; with model.quantize = "nf4" LoRA holds that in 4 bits',
+            f"the weights of {recipe.model.id} are stored quantised ({method}), which cannot be trained",
+            fix=f'{instead}; model.quantize = "nf4" loads it in 4 bits for LoRA',
         )
     obstacles = {
         'method.kind = "full"': recipe.method.kind == "full",
@@ -192,8 +192,8 @@ def refuse_quantised(spec: RunSpec, config: Mapping[str, Any], files: Path | Non
     found = next((text for text, holds in obstacles.items() if holds), None)
     if found is not None:
         raise UsageError(
-            f"{found}, but the weights of {recipe.model.id} are stored in {READ_AS_BF16[method]}: they are read as "
-            "16-bit or 32-bit numbers for LoRA alone, and are not written",
+            f"{found}, but the weights of {recipe.model.id} are stored in {READ_AS_BF16[method]}: they can "
+            "only be read, as 16-bit or 32-bit numbers for LoRA, and not written",
             fix=instead,
         )
 
@@ -204,16 +204,16 @@ def refuse_merge_into_quantised(config: Mapping[str, Any], model: str, files: Pa
     method = quantisation_of(config, files)
     if method is not None:
         raise UsageError(
-            f"the weights of {model} are stored quantised ({method}), and a merged model would not be",
+            f"the weights of {model} are stored quantised ({method}), but a merged model would not be",
             expected="a base with unquantised weights",
-            fix="serve the adapter beside its base, or train it on the unquantised repository",
+            fix="serve the adapter with its base, or train it on the unquantised repository",
         )
 
 
 def note_on_quantised(config: Mapping[str, Any]) -> str | None:
     """That a model whose files are quantised takes the memory of an unquantised one; None for all others."""
     name = READ_AS_BF16.get(stored_quantisation(config) or "")
-    return name and f"the weights are stored in {name} and are loaded dequantised, in model.dtype, as the plan counts"
+    return name and f"the weights are stored in {name} and loaded dequantised in model.dtype, as in the plan"
 
 
 def _base_model(folder: Path) -> str | None:
@@ -244,7 +244,7 @@ def _refuse_weights(folder: Path) -> None:
         file = (folder / name).stat()
         problem = _damage(folder / name, file.st_size, file.st_mtime_ns)
         if problem:
-            raise UsageError(f"{folder / name} {problem}", expected="a whole safetensors file", fix=AGAIN)
+            raise UsageError(f"{folder / name} {problem}", expected="a complete safetensors file", fix=AGAIN)
 
 
 def _refuse_other_weights(folder: Path, names: set[str]) -> None:
@@ -252,13 +252,13 @@ def _refuse_other_weights(folder: Path, names: set[str]) -> None:
     if safetensors:
         raise UsageError(
             f"{safetensors[0]} in {folder}, but neither {WHOLE} nor {INDEX}",
-            expected="weights in the layout of transformers",
+            expected="weights in the format of transformers",
             fix=AGAIN,
         )
     others = sorted(name for name in names if Path(name).suffix in OTHER_FORMATS)
     if others:
         raise UsageError(
-            f"only {', '.join(others[:3])} in {folder}, which are not opened",
+            f"only {', '.join(others[:3])} in {folder}, which are not supported",
             expected="weights as *.safetensors",
             fix="convert them with transformers' save_pretrained, or download the safetensors version of the model",
         )
@@ -273,7 +273,7 @@ def refuse_no_weights(model: Model) -> None:
         raise UsageError(
             f"no weights in {folder}",
             expected="weights as *.safetensors",
-            fix='download or export the model again; model.init = "random" rehearses with the config alone',
+            fix='download or export the model again; for a rehearsal with only the config, set model.init = "random"',
         )
 
 
@@ -291,16 +291,16 @@ def _damage(path: Path, size_bytes: int, _changed: int) -> str:
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if size_bytes < 8 or header_bytes > size_bytes - 8:
-            return f"is cut off, or not a safetensors file: {size_bytes:,} bytes do not hold its header"
+            return f"is truncated or not a safetensors file: {size_bytes:,} bytes are less than its header"
         if header_bytes > HEADER_BYTES:
-            return f"is damaged: its header has {header_bytes:,} bytes"
+            return f"is damaged: its header would have {header_bytes:,} bytes"
         try:
             header = json.loads(file.read(header_bytes))
             ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
             return "is damaged: its header cannot be read"
     needed = 8 + header_bytes + max(ends, default=0)
-    return f"is cut off: it has {size_bytes:,} of {needed:,} bytes" if size_bytes < needed else ""
+    return f"is truncated: it has {size_bytes:,} of {needed:,} bytes" if size_bytes < needed else ""
 
 
 def _refuse_tokenizer(folder: Path) -> None:
@@ -308,12 +308,12 @@ def _refuse_tokenizer(folder: Path) -> None:
     if not has_tokenizer(folder) or names.isdisjoint(_vocabularies(names)):
         raise UsageError(
             f"no tokenizer in {folder}",
-            expected="tokenizer.json or another vocabulary beside the model",
+            expected="tokenizer.json or another vocabulary next to the model",
             fix="set model.tokenizer to a folder or hub id that has one",
         )
     if _vocabularies(names) == {"tokenizer.model"} and find_spec("sentencepiece") is None:
         raise UsageError(
-            f"{folder} has tokenizer.model and no tokenizer.json, and sentencepiece, which reads it, is not installed",
+            f"{folder} has only tokenizer.model, and sentencepiece, which reads it, is not installed",
             fix=f"{install_packages('sentencepiece', 'protobuf')}, or set model.tokenizer to a folder with "
             "a tokenizer.json",
         )

@@ -78,9 +78,9 @@ def scaled_config(facts: Mapping[str, Any], scaling: RopeScaling) -> dict[str, A
     positions = positions_of(facts)
     if not can_be_scaled(facts) or positions is None:
         raise UsageError(
-            f"model.rope_scaling cannot scale the positions of {model_type}",
-            expected="a model with rotary positions, of a family that transformers scales in this way",
-            fix="leave model.rope_scaling out",
+            f"model.rope_scaling is not supported for {model_type}",
+            expected="a model with rotary positions, of a family that transformers can scale",
+            fix="leave out model.rope_scaling",
         )
     text = dict(text_of(facts))
     given, present = _given(scaling), _flat_rope(text)
@@ -88,10 +88,10 @@ def scaled_config(facts: Mapping[str, Any], scaling: RopeScaling) -> dict[str, A
         return dict(facts)
     if present["rope_type"] != "default":
         raise UsageError(
-            f"model.rope_scaling, but the config of {model_type} scales its positions already: "
-            f"{present['rope_type']}, which reaches {positions}",
+            f"model.rope_scaling, but the config of {model_type} already scales its positions "
+            f"({present['rope_type']}, up to {positions})",
             expected="a model whose positions are not scaled yet",
-            fix="leave model.rope_scaling out",
+            fix="leave out model.rope_scaling",
         )
     if scaling.type == "yarn":
         given = {"original_max_position_embeddings": positions, **given}
@@ -111,8 +111,8 @@ def refuse_long_sequences(facts: Mapping[str, Any], recipe: Recipe) -> None:
     if scaling is not None:
         original = scaling.original_max_position_embeddings or own
         raise UsageError(
-            f"data.max_length = {length} is beyond the {reached} positions that model.rope_scaling reaches "
-            f"({original} x {scaling.factor:g})",
+            f"data.max_length = {length} exceeds the {reached} positions of model.rope_scaling ({original} x "
+            f"{scaling.factor:g})",
             expected=f"{reached} or less",
             fix=f"set model.rope_scaling.factor = {_factor(length, original)}, or data.max_length = {reached}",
         )
@@ -121,7 +121,7 @@ def refuse_long_sequences(facts: Mapping[str, Any], recipe: Recipe) -> None:
         table = f'{{type = "yarn", factor = {_factor(length, own)}}}'
         fix += f", or scale the model's rotary positions with model.rope_scaling = {table}"
     raise UsageError(
-        f"data.max_length = {length} is beyond the {own} positions of {recipe.model.id}",
+        f"data.max_length = {length} exceeds the {own} positions of {recipe.model.id}",
         expected=f"{own} or less",
         fix=fix,
     )

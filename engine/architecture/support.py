@@ -51,7 +51,7 @@ def why_documents_mix(facts: Mapping[str, Any]) -> str | None:
     model_type = str(text.get("model_type", facts.get("model_type", "unknown")))
     layers = {str(layer) for layer in text.get("layer_types") or ()}
     if model_type in STATEFUL_FAMILIES or layers & set(STATEFUL_LAYERS):
-        return f"{model_type} carries a state from token to token, so packed documents would run into each other"
+        return f"{model_type} carries a state from token to token, so packed documents would affect each other"
     if model_type in NO_POSITION_IDS:
         return f"{model_type} does not take position ids, so nothing marks where a packed document starts"
     return None
@@ -63,7 +63,7 @@ def refuse_unsafe_packing(facts: Mapping[str, Any], recipe: Recipe) -> None:
     if reason is not None:
         raise UsageError(
             f"data.packing = true, but {reason}",
-            expected="a model whose attention keeps the documents of a row apart",
+            expected="a model whose attention separates packed documents",
             fix="set data.packing = false",
         )
 
@@ -96,17 +96,17 @@ def refuse_sequence_parallel(facts: Mapping[str, Any], spec: RunSpec) -> None:
     if obstacles:
         raise UsageError(
             f"parallel.sequence = {size}, but " + "; and ".join(obstacle.found for obstacle in obstacles),
-            expected="a recipe and a model whose attention is causal, without masks, over heads that can be dealt out",
+            expected="a recipe and model with causal attention, without masks, with heads that can be distributed",
             fix="; ".join(dict.fromkeys(obstacle.fix for obstacle in obstacles)) + "; or set parallel.sequence = 1",
         )
 
 
 def _in_recipe(spec: RunSpec) -> Iterator[Obstacle]:
     if spec.recipe.data.packing:
-        yield Obstacle("data.packing = true needs a mask as long as the sequence", "set data.packing = false")
+        yield Obstacle("data.packing = true needs a mask over the whole sequence", "set data.packing = false")
     key = image_key(spec.recipe)
     if key is not None:
-        yield Obstacle(f"{key} is about images, which are not cut", "train on text alone")
+        yield Obstacle(f"{key} is for images, which cannot be split", "train on text alone")
 
 
 def _in_model(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
@@ -115,15 +115,15 @@ def _in_model(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
     strange = sorted({str(layer) for layer in text.get("layer_types") or ()} - SLICEABLE_LAYERS)
     if model_type in STATEFUL_FAMILIES or strange:
         layers = f" in layers of type {', '.join(strange)}" if strange else ""
-        yield Obstacle(f"{model_type} looks at other positions outside attention{layers}", "choose another model.id")
+        yield Obstacle(f"{model_type} uses other positions outside attention{layers}", "choose another model.id")
     elif model_type in BLIND_TO_SLICES or facts.get("alibi"):
         yield Obstacle(f"{model_type} does not take position ids", "choose another model.id")
     if model_type in SINK_FAMILIES:
-        yield Obstacle(f"{model_type} has a sink for each head", "choose another model.id")
+        yield Obstacle(f"{model_type} has one attention sink per head", "choose another model.id")
     elif _is_eager(facts, spec):
         yield Obstacle(
-            f"{model_type} runs with eager attention, whose scores are as long as the sequence, squared",
-            'set model.attention = "flash" where it runs',
+            f"{model_type} runs with eager attention, which needs memory quadratic in the sequence length",
+            'set model.attention = "flash" if the device supports it',
         )
     yield from _auxiliary_loss(facts, spec)
     yield from _window(facts, spec)
@@ -157,8 +157,8 @@ def _window(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
     slides = any(arch.sliding_layers) if arch else True
     if window and slides and longest > int(window) and spec.recipe.model.attention not in FLASH_CHOICES:
         yield Obstacle(
-            f"data.max_length = {longest} is beyond the model's sliding window of {window}, which needs a mask",
-            f'set model.attention = "flash" where it runs, or data.max_length to {window}',
+            f"data.max_length = {longest} exceeds the model's sliding window of {window}, which needs a mask",
+            f'set model.attention = "flash" if the device supports it, or data.max_length to {window}',
         )
 
 
@@ -174,7 +174,7 @@ def _heads(facts: Mapping[str, Any], spec: RunSpec) -> Iterator[Obstacle]:
         if devices % smaller == 0 and can_be_dealt(heads, key_heads, smaller)
     ]
     yield Obstacle(
-        f"{heads} heads with {key_heads} for keys and values cannot be dealt out to {size} ranks",
+        f"{heads} heads with {key_heads} key-value heads cannot be distributed over {size} ranks",
         f"set parallel.sequence to {' or '.join(possible)} in the profile",
     )
 

@@ -31,7 +31,7 @@ class MicroBatchCost:
     """None for an architecture whose memory cannot be predicted."""
     budget: MicroBatchBudget
     recomputing: Callable[[int], Cost] | None
-    """The cost if so many layers recompute their activations; None without a closed form."""
+    """The cost if so many layers recompute their activations; None without a memory formula."""
     checkpointing: bool | int
     """`train.gradient_checkpointing`, with the plan's number for "auto"."""
 
@@ -63,7 +63,7 @@ def micro_batch_cost(spec: RunSpec, known: SequenceBounds) -> MicroBatchCost:
 
 
 def _cost_recomputing(spec: RunSpec, config: dict[str, Any], row_targets: int | None) -> Callable[[int], Cost] | None:
-    """The cost as a function of the number of layers that recompute; None without a closed form."""
+    """The cost as a function of the number of layers that recompute; None without a memory formula."""
     try:
         arch = from_config(config)
     except UnknownArchitectureError:
@@ -83,7 +83,7 @@ def with_largest_image(spec: RunSpec, data: TokenData, images: ImageProcessor | 
 
 
 def _cost_of(spec: RunSpec, config: dict[str, Any], row_targets: int | None = None) -> Cost:
-    """The cost by closed form if the family has one, else from the stored simulation (`simulated_predictor`)."""
+    """The cost by the memory formula if the family has one, else from the stored simulation (`simulated_predictor`)."""
     try:
         return cost_model(from_config(config), spec, row_targets).bytes
     except UnknownArchitectureError as unknown:

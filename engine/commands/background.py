@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def simulate_process() -> None:
-    """Simulate runs whose memory no closed form predicts; started by other commands, never by hand."""
+    """Simulate runs whose memory no formula predicts; started by other commands, never by hand."""
     from engine.budget.predict.simulated import keep_simulation
     from engine.config.schema.run import RunSpec
 
@@ -65,14 +65,14 @@ ToOption = Annotated[
     typer.Option(
         "--to",
         metavar="TRACKER",
-        help="tensorboard, wandb, trackio, mlflow or swanlab; by default the recipe's.",
+        help="tensorboard, wandb, trackio, mlflow or swanlab; by default those of the recipe.",
         show_default=False,
     ),
 ]
 
 
 def sync(run: RunArgument, to: ToOption = None, runs: RunsOption = None) -> None:
-    """Send an experiment tracker what it does not have of a run yet. While a run trains this is done by itself."""
+    """Send an experiment tracker the events it does not have yet. A running run does this itself."""
     from engine.extras.trackers.follow import forward_all
     from engine.journal.stages import stage_directories
 
@@ -87,7 +87,7 @@ def sync(run: RunArgument, to: ToOption = None, runs: RunsOption = None) -> None
 @wraps(sync)
 def forward(**options: Any) -> None:
     """Old name of `sync`."""
-    print_progress("tunedeck: forward is now called sync: tunedeck sync with the same arguments")
+    print_progress("tunedeck: forward has been renamed to sync: use tunedeck sync with the same arguments")
     sync(**options)
 
 
@@ -98,7 +98,7 @@ def _trackers_of(directory: RunDirectory) -> list[str]:
     names: list[str] = list(dict.fromkeys(load_run_spec(directory.run_toml, own=True).recipe.trackers.use))
     if not names:
         raise UsageError(
-            f"the recipe of {directory.name} names no tracker",
+            f"the recipe of {directory.name} does not set a tracker",
             expected="trackers.use in the recipe, or --to",
             fix=f"tunedeck sync {directory.name} --to tensorboard",
         )

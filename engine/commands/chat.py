@@ -37,30 +37,34 @@ TargetsArgument = Annotated[
     typer.Argument(
         metavar="[RUN[@STEP|@best]|MODEL]...",
         autocompletion=run_names,
-        help="Runs, checkpoints, hub ids or folders of models; by default the last run.",
+        help="Runs, checkpoints, hub ids or model folders; by default the last run.",
         show_default=False,
     ),
 ]
 PromptOption = Annotated[
-    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Answer this and end; may be repeated.")
+    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Answer this prompt and exit; may be repeated.")
 ]
 FileOption = Annotated[
-    Path | None, typer.Option("--file", metavar="F", help="Answer each line, or row with a prompt (.jsonl).")
+    Path | None,
+    typer.Option("--file", metavar="F", help="Answer each line of a text file, or each prompt of a .jsonl file."),
 ]
 SystemOption = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", help="System prompt; by default the run's.")
+    str | None, typer.Option("--system", metavar="TEXT", help="System prompt; by default that of the run.")
 ]
 BaseOption = Annotated[bool, typer.Option("--base", help="Also answer with the model that the run started from.")]
-PlainOption = Annotated[bool, typer.Option("--plain", help="Continue the text, outside the chat template.")]
+PlainOption = Annotated[bool, typer.Option("--plain", help="Continue the text without the chat template.")]
 ThinkOption = Annotated[
-    str | None, typer.Option("--think", metavar="on|off", help="Switch thinking, where the template can.")
+    str | None,
+    typer.Option("--think", metavar="on|off", help="Switch thinking on or off, if the template supports it."),
 ]
-ChatProfile = Annotated[str | None, profile_option("Hardware profile; by default the run's, for a MODEL this machine.")]
-ChatRecipe = Annotated[str | None, recipe_option("With MODEL: a recipe whose settings count.")]
+ChatProfile = Annotated[
+    str | None, profile_option("Hardware profile; by default that of the run, or this machine for a MODEL.")
+]
+ChatRecipe = Annotated[str | None, recipe_option("With MODEL: the recipe with the settings to use.")]
 AttachOption = Annotated[
-    str | None, typer.Option("--attach", metavar="CHAT|last", help="Go on with a chat that was left.")
+    str | None, typer.Option("--attach", metavar="CHAT|last", help="Continue a chat that you left.")
 ]
-ListOption = Annotated[bool, typer.Option("--list", help="List chats, and which are still answering.")]
+ListOption = Annotated[bool, typer.Option("--list", help="List chats and show which are still running.")]
 
 
 def chat(
@@ -80,7 +84,7 @@ def chat(
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Talk to runs, checkpoints and models, several side by side. With --prompt or --file, answer and end."""
+    """Chat with runs, checkpoints and models, several side by side. With --prompt or --file, answer and exit."""
     from engine.launch.requirements import require_training_packages
 
     if list_chats:
@@ -91,7 +95,7 @@ def chat(
     require_training_packages()
     prompts = [*(prompt or []), *(read_prompts(file, "--file") if file else [])]
     if as_json and not prompts:
-        raise UsageError("--json needs prompts", fix="add --prompt TEXT or --file F")
+        raise UsageError("--json needs a prompt", fix="add --prompt TEXT or --file F")
     asked = Asked(
         tuple(targets or ["last"]), base, plain, _switch(think), system, profile, recipe, tuple(overrides or ()),
         str(runs) if runs else None,
@@ -100,7 +104,7 @@ def chat(
         _talk(asked, attach, runs, trust_remote_code)
         return
     if attach is not None:
-        raise UsageError("--attach goes on with a conversation", fix="leave --prompt and --file out")
+        raise UsageError("--attach continues a conversation and takes no prompts", fix="leave out --prompt and --file")
     with ExitStack() as stack:
         chat = load_chat(asked, stack, print_progress, trust_remote_code=trust_remote_code)
         _answer_all(chat.speakers, prompts, chat.system, as_json)

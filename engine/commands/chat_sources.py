@@ -46,7 +46,7 @@ class Asked:
         try:
             return cls(**{**found, **lists})
         except TypeError as error:
-            raise UsageError(f"this chat was begun by another version: {error}", fix="begin a new chat") from error
+            raise UsageError(f"this chat was started by another version: {error}", fix="start a new chat") from error
 
 
 def load_chat(
@@ -114,7 +114,7 @@ def find_run_of(target: str, runs: Path | None) -> tuple[RunDirectory | None, st
             return None, None
         if not error.expected:
             raise
-        models = "or a model: OWNER/NAME on the hub, or its folder"
+        models = "or a model: OWNER/NAME on the hub, or a folder"
         raise UsageError(error.found, expected=f"{error.expected}; {models}", fix=error.fix) from error
 
 
@@ -126,7 +126,7 @@ def _run_spec(place: RunDirectory, asked: Asked) -> RunSpec:
     refused = [text.partition("=")[0].strip() for text in asked.overrides if not text.strip().startswith(CHAT_KEYS)]
     if refused:
         raise UsageError(
-            f"--set {', '.join(refused)}: a run answers as it was trained",
+            f"--set {', '.join(refused)}: a chat with a run can only change keys of [generate]",
             expected="keys of [generate]",
             fix="leave it out",
         )
@@ -177,7 +177,7 @@ def _speaker(model: ChatModel, asked: Asked, notify: Callable[[str], None]) -> S
 
     plain = asked.plain
     if not plain and was_trained_plain(model.spec):
-        notify(f"{model.label} was trained on texts outside the chat template, and is asked so (--plain)")
+        notify(f"{model.label} was trained on plain text, so prompts do not use the chat template (--plain)")
         plain = True
     images = None if plain else _image_processor(model, notify)
     tokens = PromptTokens(
@@ -193,5 +193,5 @@ def _image_processor(model: ChatModel, notify: Callable[[str], None]) -> ImagePr
     try:
         return load_chat_processor(model.spec, model.loaded.tokenizer)
     except (UsageError, EnvironmentProblem) as error:
-        notify(f"{model.label} answers without images: {error.found}")
+        notify(f"{model.label} does not receive images: {error.found}")
         return None

@@ -22,13 +22,13 @@ from engine.launch.process import log_tail
 
 HELP = """/undo          forget the last question and its answer
 /regen         answer the last question again
-/system TEXT   another system prompt; without TEXT none
-/set K=V       another setting of [generate], such as temperature=0.8
+/system TEXT   set the system prompt; without TEXT, remove it
+/set K=V       change a setting of [generate], such as temperature=0.8
 /image FILE    show the model a picture with the next question
 /base          let the base model answer the last question
-/save [FILE]   append the conversation to FILE (conversations.jsonl), a data source of the format chat
-/leave         leave; the chat's process goes on: tunedeck chat --attach last
-/quit          end; so do Ctrl-D, and Ctrl-C where no answer is being written"""
+/save [FILE]   append the conversation to FILE (conversations.jsonl), as a data source with format = "chat"
+/leave         leave the chat running; to return: tunedeck chat --attach last
+/quit          end the chat; same as Ctrl-D, or Ctrl-C while no answer is being written"""
 
 POLL_SECONDS = 0.03
 """How often the events are read while an answer is written."""
@@ -129,7 +129,7 @@ class Talk:
         lines = "\n".join(log_tail(self._directory))
         return EnvironmentProblem(
             f"the process of the chat has ended\n{lines}".rstrip(),
-            fix=f"go on with it: tunedeck chat --attach {self._directory.name}",
+            fix=f"continue it: tunedeck chat --attach {self._directory.name}",
         )
 
     def respond(self, line: str) -> bool:
@@ -140,10 +140,10 @@ class Talk:
             self.end()
             return False
         if command == "/leave":
-            print_progress(f"it goes on: tunedeck chat --attach {self._directory.name}")
+            print_progress(f"the chat keeps running; continue it: tunedeck chat --attach {self._directory.name}")
             return False
         if command in ("/undo", "/regen", "/base") and not self.state.exchanges:
-            print_progress("nothing was asked yet")
+            print_progress("no question yet")
         elif command == "/undo":
             self._send("undo")
             print_progress("forgotten")
@@ -162,7 +162,7 @@ class Talk:
         elif command == "/save":
             self._save(Path(rest or "conversations.jsonl"))
         elif command.startswith("/"):
-            print_progress(HELP if command == "/help" else f"no command {visible(command)}; /help lists them")
+            print_progress(HELP if command == "/help" else f"unknown command {visible(command)}; /help lists all")
         elif line.strip():
             images, self._images = self._images, []
             self._send("ask", text=line, images=images)
@@ -173,7 +173,7 @@ class Talk:
         try:
             number = float(value)
         except ValueError:
-            print_progress(f"/set {text}: a number was expected, as in /set temperature=0.8")
+            print_progress(f"/set {text}: expected a number, as in /set temperature=0.8")
             return
         self._send("set", settings={key.strip(): int(number) if number.is_integer() else number})
 
@@ -183,7 +183,7 @@ class Talk:
         except DataError as error:
             print_progress(error.render())
             return
-        print_progress(f"{count} saved in {path}" if count else "nothing to save yet")
+        print_progress(f"{count} saved to {path}" if count else "nothing to save yet")
 
     def end(self) -> None:
         """End the chat's process."""

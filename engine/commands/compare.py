@@ -33,14 +33,14 @@ RunArguments = Annotated[
     typer.Argument(
         metavar="RUN RUN...",
         autocompletion=run_names,
-        help="Two runs or more: paths, names, prefixes.",
+        help="Two or more runs: paths, names or prefixes.",
         show_default=False,
     ),
 ]
 
 
 MetricOption = Annotated[
-    str | None, typer.Option("--metric", metavar="M", help="Show this score of each checkpoint.", show_default=False)
+    str | None, typer.Option("--metric", metavar="M", help="Show this score for each checkpoint.", show_default=False)
 ]
 AgainstOption = Annotated[
     str | None,
@@ -48,7 +48,7 @@ AgainstOption = Annotated[
         "--against",
         metavar="RUN|base",
         autocompletion=run_names,
-        help="With --metric: the gains over this run.",
+        help="With --metric: show the gains over this run.",
         show_default=False,
     ),
 ]
@@ -58,12 +58,13 @@ FailIfOption = Annotated[
     list[str] | None,
     typer.Option(
         "--fail-if", metavar="EXPR", show_default=False,
-        help="End with code 8 if a score changed so, from --against or the first run: \"exact_match < -1%\".",
+        help="Exit with code 8 if a score changed by this much, compared with --against or the first run: "
+"\"exact_match < -1%\".",
     ),
 ]  # fmt: skip
 
 
-CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV: exact values, a column for each run.")]
+CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV with exact values and one column per run.")]
 MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown, for a report.")]
 
 
@@ -77,7 +78,7 @@ def compare(
     as_markdown: MarkdownOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Compare runs: settings that differ, scores, the best. With --metric and --against also the gains."""
+    """Compare runs: settings that differ, scores, and the best run. With --metric and --against, also the gains."""
     from engine.commands.compare_formats import comparison_csv, comparison_markdown
     from engine.journal.compare import compare as compare_runs
     from engine.journal.compare import failures, parse_condition
@@ -86,12 +87,12 @@ def compare(
     from engine.journal.score_groups import gains, refuse_unscored
 
     if as_json + as_csv + as_markdown > 1:
-        raise UsageError("--json, --csv and --markdown are three formats", fix="choose one of them")
+        raise UsageError("--json, --csv and --markdown exclude each other", fix="choose one of them")
     conditions = [parse_condition(text) for text in fail_if or ()]
     kept = FolderSummaries(runs_folder(runs))
     directories = [directory for target in targets for directory in _find(target, runs, kept)]
     if len({directory.path for directory in directories}) < 2:
-        raise UsageError("compare needs two different runs or more", fix="list the runs with: tunedeck runs")
+        raise UsageError("compare needs at least two different runs", fix="list the runs with: tunedeck runs")
     directories = list(dict.fromkeys(directories))
     found = None
     reference = _reference(against, runs, directories) if against is not None else directories[0].name
@@ -117,7 +118,7 @@ def compare(
     if failed:
         raise WorseError(
             "\n".join(f"{each.condition}: {each.sentence}" for each in failed),
-            expected="no score beyond what --fail-if allows",
+            expected="all scores are within --fail-if",
         )
 
 

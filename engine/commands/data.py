@@ -56,29 +56,31 @@ ProfileForDataOption = Annotated[
         "-p", "--profile", metavar="PROFILE", help="Hardware profile whose overrides apply.", show_default=False
     ),
 ]
-ShowOption = Annotated[int, typer.Option("--show", min=0, metavar="N", help="Samples to show, target tokens marked.")]
+ShowOption = Annotated[
+    int, typer.Option("--show", min=0, metavar="N", help="How many samples to show, with target tokens marked.")
+]
 
 
 RowOption = Annotated[
-    int | None, typer.Option("--row", min=1, metavar="N", help="Show from sample number N on.", show_default=False)
+    int | None, typer.Option("--row", min=1, metavar="N", help="Start at sample number N.", show_default=False)
 ]
 FindOption = Annotated[
     str | None,
-    typer.Option("--find", metavar="TEXT", help="Show samples whose text has TEXT in it.", show_default=False),
+    typer.Option("--find", metavar="TEXT", help="Show samples whose text contains TEXT.", show_default=False),
 ]
 PrepareOption = Annotated[
-    bool, typer.Option("--prepare", help="Only make the tokens, so that a run finds them in the cache.")
+    bool, typer.Option("--prepare", help="Only tokenise the data, so that a run finds it in the cache.")
 ]
 
 
 DuplicatesOption = Annotated[
-    bool, typer.Option("--duplicates", help="Show rows of held-out data that are training rows, too, or nearly.")
+    bool, typer.Option("--duplicates", help="Show held-out rows that are equal or similar to training rows.")
 ]
 
 
 StageOfDataOption = Annotated[
     str | None,
-    typer.Option("--stage", metavar="NAME", help="Of a recipe with stages, only this one.", show_default=False),
+    typer.Option("--stage", metavar="NAME", help="Show only this stage of a recipe with stages.", show_default=False),
 ]
 
 
@@ -94,7 +96,7 @@ def data(
     profile: ProfileForDataOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a recipe's data as the model will see them. With target tokens, lengths, what was dropped and why."""
+    """Show a recipe's data as the model will see it. Also target tokens, lengths, and what was dropped and why."""
     from engine.config.check.notes import refuse_unsupported
     from engine.config.files.data_files import require_data_files
     from engine.config.load import resolve
@@ -103,7 +105,7 @@ def data(
     # Before the imports, which take seconds.
     specs = data_specs(resolve(profile or DEFAULT_PROFILE, recipe, overrides or ()).spec, stage)
     if len(specs) > 1 and (row is not None or find is not None):
-        raise UsageError("--row and --find look at one stage of this recipe", fix=f"add --stage {list(specs)[-1]}")
+        raise UsageError("--row and --find need one stage of this recipe", fix=f"add --stage {list(specs)[-1]}")
     for spec in specs.values():
         refuse_unsupported(spec)
         require_data_files(spec.recipe)
@@ -164,15 +166,16 @@ def chosen_rows(
     first, show = sides * ((row or 1) - 1), sides * show
     if first >= len(data):
         raise UsageError(
-            f"--row {row}: the training data have {len(data) // sides:,} samples", fix=f"add --row {len(data) // sides}"
+            f"--row {row}: the training data has {len(data) // sides:,} samples", fix=f"add --row {len(data) // sides}"
         )
     if find is None:
         return list(range(first, min(first + show, len(data))))
     found = find_rows(data, tokenizer, find, show, first)
     if show and not found:
-        behind = f" from sample {row} on" if row else ""
+        behind = f" from sample {row}" if row else ""
         raise UsageError(
-            f"--find: no sample{behind} has this text", fix="look for a shorter part, with its upper and lower case"
+            f"--find: no sample{behind} contains this text",
+            fix="search for a shorter part; upper and lower case matter",
         )
     return found
 
@@ -232,7 +235,7 @@ def print_duplicates(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase)
     """Print each pair of rows: how alike they are, where they are, and their texts, one text if they are equal."""
     console = make_console(soft_wrap=True)
     if not prepared.overlaps:
-        console.print("there are no held-out rows: set data.valid_fraction, or name data.validation")
+        console.print("there are no held-out rows: set data.valid_fraction or data.validation")
     for pair in prepared.shown:
         is_equal = pair.similarity == 1
         console.print()
@@ -241,7 +244,7 @@ def print_duplicates(prepared: PreparedData, tokenizer: PreTrainedTokenizerBase)
             if row is pair.held_out or not is_equal:
                 text = escape(_duplicate(row, tokenizer)["text"])
                 console.print("  " + text[:DUPLICATE_LENGTH] + ("…" if len(text) > DUPLICATE_LENGTH else ""))
-        console.print("equal" if is_equal else f"{100 * pair.similarity:.0f} % alike")
+        console.print("equal" if is_equal else f"{100 * pair.similarity:.0f} % similar")
 
 
 def print_parts(prepared: PreparedData) -> None:

@@ -35,9 +35,9 @@ HUB_TIMEOUT_SECONDS = 2.5
 LOW_DISK_BYTES = 20 * 2**30
 CONSOLE_PACKAGES = ("textual", "pydantic")
 OPTIONAL = {
-    "liger-kernel": "fused kernels on CUDA, at 1.2 times the speed",
+    "liger-kernel": "fused kernels on CUDA, about 1.2 times as fast",
     "bitsandbytes": "adamw_8bit and nf4",
-    "flash-linear-attention": "linear attention on CUDA, at twice the speed",
+    "flash-linear-attention": "linear attention on CUDA, about twice as fast",
 }
 State = Literal["ok", "missing", "problem", "note"]
 _GLYPHS: dict[State, str] = {"ok": "+", "missing": "-", "problem": "!", "note": "."}
@@ -56,18 +56,18 @@ class Finding:
 def doctor(
     as_json: JsonOption = False,
     runs: RunsOption = None,
-    hub: Annotated[bool, typer.Option(help="Ask the Hugging Face hub whether it answers.")] = True,
+    hub: Annotated[bool, typer.Option(help="Check whether the Hugging Face hub is reachable.")] = True,
     gpus: Annotated[
-        bool, typer.Option("--gpus", help="Check on each GPU what a run relies on; or on the devices of -p.")
+        bool, typer.Option("--gpus", help="Check the fast paths of a run on each GPU, or on the devices of -p.")
     ] = False,
     profile: OptionalProfile = None,
     recipe: OptionalRecipe = None,
 ) -> None:
-    """Check GPUs, driver, versions, hub access, tmux and disk. Says who holds GPU memory, and what is missing.
+    """Check GPUs, driver, versions, hub access, tmux and disk. Shows what holds GPU memory, and what is missing.
 
     With --gpus, compare every fast path of a run (attention, loss, adapters, optimizer, out-of-memory, copies) with a
-    plain reference, for the recipe -r or for small LoRA and full runs; with several devices, also prove what their
-    ranks rely on. Exits 6 if one fails, or if there is no GPU.
+    plain reference, for the recipe -r or for small LoRA and full runs; with several devices, also check
+    communication between their ranks. Exits 6 if a check fails, or if there is no GPU.
     """
     if not gpus and (profile or recipe):
         raise UsageError("-p and -r select what --gpus checks", fix="add --gpus")
@@ -86,9 +86,9 @@ def _proofs(profile: str | None, recipe: str | None) -> list[Finding]:
 
 def _of_proof(where: str, event: dict[str, Any]) -> Finding:
     if "error" in event:
-        return Finding(where, "problem", f"could not be proved: {event['error']}")
+        return Finding(where, "problem", f"could not be checked: {event['error']}")
     states: dict[bool | None, State] = {True: "ok", None: "note", False: "problem"}
-    instead = f"what a run does instead: {event['fallback']}" if event["fallback"] else ""
+    instead = f"fallback of a run: {event['fallback']}" if event["fallback"] else ""
     return Finding(where, states[event["passed"]], f"{event['name']}: {event['detail']}", instead)
 
 
@@ -113,7 +113,7 @@ def examine(runs: Path, *, ask_hub: bool = True) -> list[Finding]:
 
 
 def _own_version() -> Finding:
-    return Finding("tunedeck", "ok", _version("tunedeck") or "not installed: this is its source")
+    return Finding("tunedeck", "ok", _version("tunedeck") or "not installed: running from the source folder")
 
 
 def _python() -> Finding:
@@ -151,15 +151,15 @@ def _torch() -> list[Finding]:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a CUDA library that is missing or does not match
-        return [Finding("torch", "problem", f"does not import: {error}", "reinstall torch for this machine")]
+        return [Finding("torch", "problem", f"cannot be imported: {error}", "reinstall torch for this machine")]
     if torch.version.cuda is None:
-        text = "built without CUDA: profiles of kind cpu and metered (-p demo) run here"
+        text = "built without CUDA: only profiles of kind cpu and metered (-p demo) run here"
         return [Finding("cuda", "note", text, "for NVIDIA GPUs: https://pytorch.org/get-started")]
     if not torch.cuda.is_available():
         fix = "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
         return [Finding("cuda", "problem", f"torch was built for CUDA {torch.version.cuda} but finds no device", fix)]
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return [Finding("cuda", "ok", f"CUDA {torch.version.cuda}, torch sees {torch.cuda.device_count()}: {names}")]
+    return [Finding("cuda", "ok", f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} visible to torch: {names}")]
 
 
 def _gpus() -> list[Finding]:
@@ -168,10 +168,10 @@ def _gpus() -> list[Finding]:
     try:
         from engine.device.nvml import driver_version, read_gpus
     except ImportError as error:
-        return [Finding("gpu", "missing", f"cannot ask the driver: {error}", install_packages("nvidia-ml-py"))]
+        return [Finding("gpu", "missing", f"the driver does not respond: {error}", install_packages("nvidia-ml-py"))]
     driver = driver_version()
     if driver is None:
-        return [Finding("driver", "note", "no NVIDIA driver found; -p demo needs none")]
+        return [Finding("driver", "note", "no NVIDIA driver found; -p demo runs without one")]
     return [Finding("driver", "ok", driver), *(_gpu(reading) for reading in read_gpus())]
 
 
@@ -191,17 +191,17 @@ def _hub_token() -> Finding:
     token = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
     if token.is_file():
         return Finding("hub token", "ok", f"found in {token}")
-    return Finding("hub token", "note", "none; gated and private models need one", "hf auth login")
+    return Finding("hub token", "note", "not set; gated and private models need one", "hf auth login")
 
 
 def _hub_access() -> Finding:
     """Within a time limit: a firewall may drop packets."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return Finding("hub", "note", "HF_HUB_OFFLINE is set: only what is cached is used")
+        return Finding("hub", "note", "HF_HUB_OFFLINE is set: only cached models and data are used")
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     problem = within(HUB_TIMEOUT_SECONDS, lambda: _ask(endpoint))
     if problem is None:
-        return Finding("hub", "ok", f"{endpoint} answers")
+        return Finding("hub", "ok", f"{endpoint} is reachable")
     fix = "use local folders for models and data, or check the network and HTTPS_PROXY; cached models work offline"
     return Finding("hub", "problem", f"{endpoint} is not reachable: {problem}", fix)
 
@@ -210,7 +210,7 @@ def _ask(endpoint: str) -> str | None:
     """None for any HTTP answer, else why there was none."""
     try:
         if urlparse(endpoint).scheme not in ("http", "https"):
-            return "HF_ENDPOINT is not an http address"
+            return "HF_ENDPOINT is not an HTTP address"
         with urlopen(Request(endpoint, method="HEAD"), timeout=HUB_TIMEOUT_SECONDS):
             return None
     except HTTPError:
@@ -232,10 +232,10 @@ def within(seconds: float, question: Callable[[], str | None]) -> str | None:
 
 def _tmux() -> Finding:
     if os.environ.get("TMUX"):
-        return Finding("tmux", "ok", "this terminal is inside tmux")
+        return Finding("tmux", "ok", "this terminal runs inside tmux")
     if shutil.which("tmux"):
         return Finding("tmux", "ok", "installed")
-    return Finding("tmux", "note", "not installed; runs survive a closed terminal without it, the console does not")
+    return Finding("tmux", "note", "not installed; a closed terminal ends the console but not the runs")
 
 
 def _disk(runs: Path) -> Finding:

@@ -97,7 +97,7 @@ def _devices(of_profile: Device | None) -> Iterator[tuple[str, int, Device]]:
         raise EnvironmentProblem(
             "this machine has no NVIDIA GPU, or no driver for it",
             expected="a GPU that nvidia-smi lists",
-            fix="see tunedeck doctor; to prove another device, name its profile: tunedeck doctor --gpus -p demo",
+            fix="see tunedeck doctor; to check another device, add its profile: tunedeck doctor --gpus -p demo",
         )
     for reading in readings:
         yield f"gpu {reading.index}", reading.index, Device(kind="cuda", memory_gib=_free_gib(reading))
@@ -126,7 +126,11 @@ def _proved(spec: RunSpec, folder: Path) -> Iterator[dict[str, Any]]:
     yield from (event for event in EventTail(place.events).poll() if event["kind"] == "proof")
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("tunedeck: ")]
-        yield {"error": (lines or done.stderr.splitlines() or ["ended without a word"])[-1].removeprefix("tunedeck: ")}
+        yield {
+            "error": (lines or done.stderr.splitlines() or ["ended without an error message"])[-1].removeprefix(
+                "tunedeck: "
+            )
+        }
 
 
 def prove_process(directory: Annotated[Path, typer.Argument()]) -> None:

@@ -65,38 +65,40 @@ class Scored(NamedTuple):
 TargetsArgument = Annotated[
     list[str],
     typer.Argument(
-        metavar="RUN|MODEL...", autocompletion=run_names, help="Runs; with -p and -r hub ids or folders of models."
+        metavar="RUN|MODEL...", autocompletion=run_names, help="Runs, or with -p and -r: hub ids or model folders."
     ),
 ]
 CheckpointsOption = Annotated[
-    str | None, typer.Option("--checkpoint", metavar="STEP|best|all", help="Which checkpoints; by default the newest.")
+    str | None,
+    typer.Option("--checkpoint", metavar="STEP|best|all", help="Which checkpoints to score; by default the newest."),
 ]
 LimitOption = Annotated[
     int | None,
     typer.Option("--limit", metavar="N", min=1, help="Score at most the first N samples.", show_default=False),
 ]
-BaseOption = Annotated[
-    bool, typer.Option("--base", help="Also score the model that the run, or an adapter, started from.")
-]
+BaseOption = Annotated[bool, typer.Option("--base", help="Also score the base model of the run or adapter.")]
 ScorerOption = Annotated[
     str | None,
-    typer.Option("--scorer", metavar="FILE.py:FUNCTION", help="Your own score: f(answers, references) -> dict."),
+    typer.Option(
+        "--scorer", metavar="FILE.py:FUNCTION", help="Your own scoring function: f(answers, references) -> dict."
+    ),
 ]
 HarnessOption = Annotated[
-    str | None, typer.Option("--harness", metavar="TASKS", help="Public tasks of lm-eval instead: gsm8k,hellaswag.")
+    str | None,
+    typer.Option("--harness", metavar="TASKS", help="Score public tasks of lm-eval instead: gsm8k,hellaswag."),
 ]
 IncludeOption = Annotated[
-    str | None, typer.Option("--include-path", metavar="DIR", help="With --harness: a folder with your own tasks.")
+    str | None, typer.Option("--include-path", metavar="DIR", help="With --harness: a folder with your own task files.")
 ]
 AnswersOption = Annotated[
     Path | None, typer.Option("--answers", metavar="FILE", help="Write pairs of answers for a judge.")
 ]
 VerdictsOption = Annotated[
     Path | None,
-    typer.Option("--verdicts", metavar="FILE", help="The judge's verdicts on them: the win rate of the answers."),
+    typer.Option("--verdicts", metavar="FILE", help="Compute the win rate from the judge's verdicts on these pairs."),
 ]
 ModelProfile = Annotated[str | None, profile_option("With MODEL: the hardware profile.")]
-ModelRecipe = Annotated[str | None, recipe_option("With MODEL: the recipe whose validation data are used.")]
+ModelRecipe = Annotated[str | None, recipe_option("With MODEL: the recipe whose validation data is used.")]
 
 
 def evaluate(
@@ -116,7 +118,7 @@ def evaluate(
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Score checkpoints of runs, or models, on held-out data. The scores of runs are kept, and compare shows them."""
+    """Score checkpoints of runs, or models, on held-out data. Scores of runs are saved, and compare shows them."""
     from engine.launch.requirements import require_training_packages
 
     require_training_packages()
@@ -187,7 +189,7 @@ def _judge(
     option = "--answers" if files.verdicts is None else "--verdicts"
     if beside or len(targets) > 1 or asked.checkpoint == "all":
         extra = ", ".join(beside) or ("several runs" if len(targets) > 1 else "--checkpoint all")
-        raise UsageError(f"{extra} with {option}", expected="the answers of one checkpoint of a run", fix=command)
+        raise UsageError(f"{extra} with {option}", expected="a single checkpoint of a single run", fix=command)
     place = _find_run(targets[0], runs)
     with importing():
         from engine.evaluate.run import score_verdicts_of, write_answers_to_judge
@@ -253,11 +255,11 @@ def _both_files(target: str, profile: str | None, recipe: str | None, checkpoint
         missing = [option for option, given in (("-p PROFILE", profile), ("-r RECIPE", recipe)) if given is None]
         raise UsageError(
             f"missing: {' and '.join(missing)}",
-            expected="both with a MODEL; none with a RUN, which is scored with its own settings",
+            expected="-p and -r with a MODEL; neither with a RUN, which uses its own settings",
             fix=model,
         )
     if checkpoint is not None:
-        raise UsageError("--checkpoint is for a RUN, and -p and -r say that a model is scored", fix=model)
+        raise UsageError("--checkpoint needs a RUN, but -p and -r select a model", fix=model)
     return profile, recipe
 
 
@@ -274,8 +276,8 @@ def _refuse_runs(targets: Sequence[str], runs: Path | None) -> None:
         except UsageError:
             continue
         raise UsageError(
-            f"{target} is a run, which is scored with its own settings",
-            expected="-p and -r with a MODEL, such as the folder of a run's result",
+            f"{target} is a run and uses its own settings",
+            expected="-p and -r only with a MODEL, such as the folder of a run's result",
             fix=f"tunedeck eval {shlex.quote(target)}",
         )
 
@@ -292,7 +294,7 @@ def _find_run(target: str, runs: Path | None) -> RunDirectory:
         if not target.startswith(BUILTIN_PREFIX) and target.count("/") != 1 and not is_model:
             raise
         raise UsageError(
-            f"{target!r} is not a run; to score a model, -p PROFILE and -r RECIPE are missing",
+            f"{target!r} is not a run; scoring a model needs -p PROFILE and -r RECIPE",
             fix=f"tunedeck eval {shlex.quote(target)} -p demo -r demo",
         ) from error
 

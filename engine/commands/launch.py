@@ -30,25 +30,29 @@ if TYPE_CHECKING:
 TARGETS = ("slurm", "skypilot", "kubernetes", "jobset", "hf-jobs", "modal", "runpod", "dstack")
 
 TargetOption = Annotated[
-    str | None, typer.Option("--target", metavar="TARGET", help=f"Where it runs: {', '.join(TARGETS)}.")
+    str | None, typer.Option("--target", metavar="TARGET", help=f"Cluster or service: {', '.join(TARGETS)}.")
 ]
-SlurmOption = Annotated[bool, typer.Option("--slurm", help="The same as --target slurm.")]
-SkyPilotOption = Annotated[bool, typer.Option("--skypilot", help="The same as --target skypilot.")]
+SlurmOption = Annotated[bool, typer.Option("--slurm", help="Same as --target slurm.")]
+SkyPilotOption = Annotated[bool, typer.Option("--skypilot", help="Same as --target skypilot.")]
 ImageOption = Annotated[
     str | None,
-    typer.Option("--image", metavar="IMAGE", help="Container image with Tunedeck, where the target needs one."),
+    typer.Option("--image", metavar="IMAGE", help="Container image with Tunedeck, if the target needs one."),
 ]
 GpuOption = Annotated[
-    str | None, typer.Option("--gpu", metavar="NAME", help="What the target calls the GPU; else nodes.accelerators.")
+    str | None,
+    typer.Option("--gpu", metavar="NAME", help="Name of the GPU at the target; by default nodes.accelerators."),
 ]
 OutOption = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Where to; by default ./NAME with the target's ending.")
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="Output file; by default ./NAME with the target's extension."),
 ]
 SetupOption = Annotated[
     str,
-    typer.Option("--setup", metavar="CMD", help="Shell commands to run first on each machine: module load cuda."),
+    typer.Option(
+        "--setup", metavar="CMD", help="Shell command to run first on each machine, such as: module load cuda."
+    ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Write it even if the plan says that it does not fit.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Write it even if the plan says it does not fit.")]
 
 SCRIPT_SUFFIXES = {"slurm": ".sbatch", "skypilot": ".sky.yaml"}
 SUBMIT_COMMANDS = {"slurm": "sbatch", "skypilot": "sky jobs launch"}
@@ -69,7 +73,7 @@ def launch(
     setup: SetupOption = "",
 ) -> None:
     """Write a job script for a cluster, or a file for a service. Nothing is submitted; the resolved run spec is written
-    beside it."""
+    next to it."""
     from engine.budget.advise.gate import admit
     from engine.extras.jobs.cluster_scripts import Job, skypilot_task, slurm_script
     from engine.extras.jobs.container_jobs import CONTAINER_TARGETS, Container
@@ -98,7 +102,7 @@ def launch(
     _write(script, text, job)
     submit = container.submit if container else SUBMIT_COMMANDS[launcher]
     print_line(f"{script}\n{job.spec_file}")
-    print_line(f"read the first lines, what they assume, then submit it: {submit} {script}")
+    print_line(f"check the assumptions in its first lines, then submit it: {submit} {script}")
 
 
 def _launcher(spec: RunSpec, target: str | None, slurm: bool, skypilot: bool) -> str:
@@ -106,16 +110,16 @@ def _launcher(spec: RunSpec, target: str | None, slurm: bool, skypilot: bool) ->
     asked = [name for name, given in ((target, target), ("slurm", slurm), ("skypilot", skypilot)) if given]
     if len(set(asked)) > 1:
         given = " and ".join(f"--{name}" if name != target else f"--target {name}" for name in asked)
-        raise UsageError(f"{given} were both given", expected="one of them", fix="leave one out")
+        raise UsageError(f"{given} exclude each other", expected="one of them", fix="leave one out")
     launcher = asked[0] if asked else spec.profile.nodes.launcher
     if launcher is None:
         raise UsageError(
-            f"profile {spec.profile.name!r} names no nodes.launcher",
+            f"profile {spec.profile.name!r} does not set nodes.launcher",
             expected=f"--target, with one of: {', '.join(TARGETS)}",
             fix="add one of them",
         )
     if launcher not in TARGETS:
-        raise UsageError(f"no target {launcher!r}", expected=f"one of: {', '.join(TARGETS)}")
+        raise UsageError(f"unknown target {launcher!r}", expected=f"one of: {', '.join(TARGETS)}")
     return launcher
 
 
@@ -125,11 +129,12 @@ def _refuse_what_target_ignores(launcher: str, image: str | None, gpu: str | Non
     container = CONTAINER_TARGETS.get(launcher)
     if image is not None and container is None:
         raise UsageError(
-            f"{launcher} runs no container, so --image has no effect", fix="leave it out, or add --target kubernetes"
+            f"{launcher} does not use containers, so --image has no effect",
+            fix="leave it out, or add --target kubernetes",
         )
     if gpu is not None and launcher != "skypilot" and not (container and container.gpu):
         raise UsageError(
-            f"{launcher} is told how many GPUs, not which, so --gpu has no effect",
+            f"{launcher} only takes the number of GPUs, so --gpu has no effect",
             fix="leave it out",
         )
 
@@ -140,7 +145,7 @@ def _require_what_target_needs(spec: RunSpec, launcher: str, image: str | None, 
     is_cuda, container = spec.profile.device.kind == "cuda", CONTAINER_TARGETS.get(launcher)
     if launcher == "skypilot" and is_cuda and gpu is None:
         raise UsageError(
-            f"profile {spec.profile.name!r} does not say what SkyPilot calls its GPUs",
+            f"profile {spec.profile.name!r} does not set SkyPilot's name of its GPUs",
             expected='nodes.accelerators in the profile, or --gpu, such as "H100"',
             fix="add --gpu NAME; sky show-gpus lists the names",
         )
@@ -148,18 +153,18 @@ def _require_what_target_needs(spec: RunSpec, launcher: str, image: str | None, 
         return
     if image is None:
         raise UsageError(
-            f"{launcher} runs a container, and no image was named",
-            expected="--image, with Tunedeck in it",
-            fix="make one of Tunedeck's Dockerfile (docker build -t NAME .), push it, and add --image NAME",
+            f"{launcher} runs a container, and no image is given",
+            expected="--image with an image that contains Tunedeck",
+            fix="build one from Tunedeck's Dockerfile (docker build -t NAME .), push it, and add --image NAME",
         )
     if container.gpu and is_cuda and gpu is None:
         raise UsageError(
-            f"{launcher} has to be told which GPU", expected="--gpu NAME", fix=f"such as --gpu '{container.gpu}'"
+            f"{launcher} needs the name of the GPU", expected="--gpu NAME", fix=f"such as --gpu '{container.gpu}'"
         )
     if spec.profile.nodes.count > 1 and not container.several:
         raise UsageError(
-            f"{launcher} is written for one machine, the profile has {spec.profile.nodes.count}",
-            expected="slurm, skypilot or jobset for several",
+            f"{launcher} runs on one machine, but the profile has {spec.profile.nodes.count}",
+            expected="slurm, skypilot or jobset for several machines",
             fix="add --target jobset, or --set nodes.count=1",
         )
 
@@ -177,7 +182,7 @@ def _write(script: Path, text: str, job: Job) -> None:
         script.chmod(mode | (mode & 0o444) >> 2)  # executable by those who may read it
     except OSError as error:
         raise EnvironmentProblem(
-            f"{script} cannot be written: {error.strerror or error}", fix="choose another place with --out FILE"
+            f"{script} cannot be written: {error.strerror or error}", fix="choose another path with --out FILE"
         ) from error
 
 
@@ -185,6 +190,6 @@ def _refuse_to_replace(script: Path, text: str) -> None:
     """Raise UsageError if the script exists with a different text: a user may have edited it."""
     if script.exists() and script.read_text("utf-8", errors="replace") != text:
         raise UsageError(
-            f"{script} exists already, and its text is different",
-            fix="remove it, or write another one with --out FILE or --name NAME",
+            f"{script} already exists with different content",
+            fix="remove it, or choose another path with --out FILE or --name NAME",
         )

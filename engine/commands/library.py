@@ -29,8 +29,10 @@ NameArgument = Annotated[
     ),
 ]
 NewNameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the new file.", show_default=False)]
-ToOption = Annotated[Path | None, typer.Option("--to", metavar="FILE", help="Write here.", show_default=False)]
-DetectOption = Annotated[bool, typer.Option("--detect", help="Fill in this machine's first GPU, or its CPU.")]
+ToOption = Annotated[Path | None, typer.Option("--to", metavar="FILE", help="Output file.", show_default=False)]
+DetectOption = Annotated[
+    bool, typer.Option("--detect", help="Fill in the values of this machine's first GPU, or of its CPU.")
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 FromOption = Annotated[
     str | None,
@@ -41,19 +43,19 @@ FromOption = Annotated[
 FileArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="FILE", help="A TOML file; a recipe also from another tool's YAML or script.", show_default=False
+        metavar="FILE", help="A TOML file; for a recipe also a YAML file or script of another tool.", show_default=False
     ),
 ]
 NameOption = Annotated[
     str | None,
-    typer.Option("--name", metavar="NAME", help="Name of the recipe; else after the file.", show_default=False),
+    typer.Option("--name", metavar="NAME", help="Name of the recipe; by default the file's name.", show_default=False),
 ]
 DevicesOption = Annotated[
     int | None,
     typer.Option(
         "--devices",
         min=1,
-        help="With another tool's file: on how many devices it trained; else one.",
+        help="With another tool's file: the number of devices it trained on; by default one.",
         show_default=False,
     ),
 ]
@@ -71,7 +73,7 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
     def show(name: NameArgument, as_json: JsonOption = False) -> None:
         _show(kind, name, as_json)
 
-    @group.command(help="Check files: every problem with file and line. Exit code 2 if there is one.")
+    @group.command(help="Check files and list every problem with file and line. Exit code 2 if there are problems.")
     def check(
         names: Annotated[
             list[str], typer.Argument(metavar="NAME|FILE...", autocompletion=names_in_group, show_default=False)
@@ -84,7 +86,7 @@ def make_group(kind: SpecKind, summary: str) -> typer.Typer:
     def export(name: NameArgument, to: ToOption = None, force: ForceOption = False) -> None:
         _export(kind, name, to, force)
 
-    @group.command(help="Print the JSON Schema, for editors. With --markdown a table of all keys.")
+    @group.command(help="Print the JSON Schema for editors. With --markdown, print a table of all keys.")
     def schema(as_markdown: MarkdownOption = False) -> None:
         from engine.commands.schema_text import schema_markdown
         from engine.config.load import SPEC_TABLES
@@ -111,7 +113,7 @@ def _add_import(group: typer.Typer, kind: SpecKind) -> None:
             force: ForceOption = False,
         ) -> None:
             if name is not None and to is not None:
-                raise UsageError("--name and --to both say where to write", fix="give one of them")
+                raise UsageError("--name and --to exclude each other", fix="use one of them")
             if file.suffix.lower() == ".toml":
                 _import(kind, file, force, name=name, to=to)
             else:
@@ -135,8 +137,8 @@ def _import(kind: SpecKind, file: Path, force: bool, *, name: str | None = None,
 
 def _add_new(group: typer.Typer, kind: SpecKind) -> None:
     summary = (
-        f"Write a commented {kind} into ./profiles, or to --to FILE. In Tunedeck's own checkout, where ./profiles "
-        "holds the shipped files, into your configuration folder."
+        f"Write a commented {kind} into ./profiles, or to --to FILE. In Tunedeck's own checkout, where "
+        "./profiles has the shipped files, the file goes into your configuration folder."
     )
     if kind == "recipe":
 
@@ -178,7 +180,7 @@ def _profile_text(name: str, detect: bool) -> str:
         "allocator": "expandable_segments:True",
     }
     title = "My GPU"
-    notes = "memory_gib: what the driver offers a process, less than nvidia-smi's total by some hundreds of MiB."
+    notes = "memory_gib: the memory a process can use, some hundred MiB less than nvidia-smi's total."
     if detect:
         device, title, notes = detection.detect_device()
     return write.new_profile(name, device, title=title, notes=notes)
@@ -344,7 +346,7 @@ def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:
     load_spec_file(kind, file)
     document = read_document(file.path)
     for line in document.render_all(unshareable_paths(document.data)):
-        print_progress(f"warning: {line}; import will refuse it")
+        print_progress(f"warning: {line}; this recipe cannot be imported")
     if to is not None:
         print_line(f"exported {file.name}: {write_new_file(to, file.path.read_bytes(), force=force)}")
     else:
@@ -363,7 +365,7 @@ def _write(kind: SpecKind, name: str, to: Path | None, force: bool, make_text: C
     require_name(name)
     if to is not None and to.name != f"{name}.toml":
         raise UsageError(
-            f"--to {quoted(to.name)}", expected=f"a file named {name}.toml: the file's name is the {kind}'s"
+            f"--to {quoted(to.name)}", expected=f"a file named {name}.toml, because a {kind} is named after its file"
         )
     target = to or own_folder(kind) / f"{name}.toml"
     written = write_new_file(target, make_text(name).encode(), force=force)

@@ -42,9 +42,9 @@ def spec_for_base(
     if not Path(adapter, ADAPTER_CONFIG).is_file():
         options = " -p PROFILE -r RECIPE" if command == "eval" else ""
         raise UsageError(
-            f"--base: {adapter} is not an adapter, so its base is not known",
+            f"--base: {adapter} is not an adapter, so its base is unknown",
             expected="a RUN, or the folder of an adapter",
-            fix=f"name the base as a model of its own: tunedeck {command} MODEL BASE{options}",
+            fix=f"give the base as a second model: tunedeck {command} MODEL BASE{options}",
         )
     base, revision = base_of_adapter(Path(adapter))
     more = [f"model.revision={revision}"] if revision else []

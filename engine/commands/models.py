@@ -18,20 +18,27 @@ if TYPE_CHECKING:
 
 WordArgument = Annotated[
     str,
-    typer.Argument(metavar="[WORD]", help="Only models with this in their name, such as qwen3.", show_default=False),
+    typer.Argument(
+        metavar="[WORD]", help="Only list models whose name contains this word, such as qwen3.", show_default=False
+    ),
 ]
 ProfileOption = Annotated[
     str | None,
     typer.Option(
-        "-p", "--profile", metavar="PROFILE", help="On this profile; by default the smallest shipped one that does."
+        "-p",
+        "--profile",
+        metavar="PROFILE",
+        help="Plan for this profile; by default for the smallest shipped profile that fits.",
     ),
 ]
-EveryOption = Annotated[bool, typer.Option("--all", help="A line for every profile and method.")]
+EveryOption = Annotated[bool, typer.Option("--all", help="Print a line for every profile and method.")]
 SimulateOption = Annotated[
     bool,
-    typer.Option("--simulate", help="Simulate models without a memory formula: seconds to minutes per model, once."),
+    typer.Option(
+        "--simulate", help="Simulate models without a memory formula; takes seconds to minutes per model, once."
+    ),
 ]
-MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print the table of the documentation.")]
+MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print the table used in the documentation.")]
 
 
 def models(
@@ -42,7 +49,7 @@ def models(
     as_json: JsonOption = False,
     as_markdown: MarkdownOption = False,
 ) -> None:
-    """List known models: what trains them, how, how long, how fast."""
+    """List known models and the profiles that train them. Also the methods, sequence lengths and speeds."""
     from engine.budget.advise.model_list import known_models, shipped_gpus
     from engine.config.files.find import find_spec_file
     from engine.config.load import load_spec_file
@@ -55,7 +62,8 @@ def models(
         raise UsageError(
             f"no known model has {word!r} in its name",
             expected=f"one of the {len(known_models())} of tunedeck models",
-            fix="any other model that transformers opens is planned by its id: tunedeck plan --set model.id=OWNER/NAME",
+            fix="other models that transformers loads can be planned by their id: tunedeck plan --set "
+            "model.id=OWNER/NAME",
         )
     found = list(_listed(word, profiles, every=every or profile is not None, simulate=simulate))
     if as_json:
@@ -92,8 +100,8 @@ def _missing(found: Sequence[ListedModel]) -> list[str]:
     if not names:
         return []
     return [
-        f"of {len(names)} of these a step has to be simulated first, which takes seconds to minutes each: "
-        f"tunedeck models {names[0]} --simulate"
+        f"of {len(names)} models need a simulated step first, which takes seconds to minutes each: tunedeck "
+        f"models {names[0]} --simulate"
     ]
 
 
@@ -114,7 +122,7 @@ def _print_table(found: Sequence[ListedModel]) -> None:
 def _marks(found: Sequence[ListedModel]) -> str:
     """What the signs in the table mean, of those that are in it."""
     text = " ".join(" ".join(cells(model, method)) for model in found for method in _methods()).split()
-    signs = {"-": "speed not predicted", "?": "not simulated here yet", "no": "by none of these profiles"}
+    signs = {"-": "speed not predicted", "?": "not simulated on this machine yet", "no": "none of these profiles"}
     starred = "; *: offloads to the host" if any(word.endswith("*") for word in text) else ""
     return "".join(f"; {sign}: {meaning}" for sign, meaning in signs.items() if sign in text) + starred
 

@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from engine.config.schema.run import RunSpec
 
 ExactOption = Annotated[
-    bool, typer.Option("--exact", help="Simulate the engine's step instead of using the memory formula.")
+    bool, typer.Option("--exact", help="Simulate a training step instead of using the memory formula.")
 ]
 EvaluationOption = Annotated[
     bool, typer.Option("--eval", help="Plan tunedeck eval after training instead: the loss pass and generation.")
 ]
 WhyOption = Annotated[
-    bool, typer.Option("--why", help="List the micro-batches and numbers of recomputing layers that were considered.")
+    bool,
+    typer.Option("--why", help="List the micro-batch sizes and numbers of recomputed layers that were considered."),
 ]
 WriteOption = Annotated[
     Path | None, typer.Option("--write", metavar="FILE", help="Save the recipe with the first suggestion applied.")
@@ -49,7 +50,7 @@ WriteOption = Annotated[
 
 
 StageOption = Annotated[
-    str | None, typer.Option("--stage", metavar="NAME", help="Of a recipe with stages, only this one, in full.")
+    str | None, typer.Option("--stage", metavar="NAME", help="Show only this stage of a recipe with stages, in full.")
 ]
 
 
@@ -140,7 +141,7 @@ def _plan_sweep(points: list[Admitted], *, as_json: bool) -> None:
             print_line(f"{describe_verdict(planned.verdict):<14} {memory:>16}  {name}")
         known = {name: left for name, _, left in plans if left is not None}
         if known:
-            print_line(f"least memory is left in {min(known, key=known.__getitem__)}")
+            print_line(f"the least memory is left with {min(known, key=known.__getitem__)}")
     if any(planned.verdict == "does_not_fit" for _, planned, _ in plans):
         raise typer.Exit(DoesNotFitError.exit_code)
 
@@ -178,7 +179,7 @@ def _worst(points: list[Admitted]) -> Admitted:
     if not known:
         return points[0]
     _, worst = min(known, key=lambda row: row[0])
-    print_notices([f"of the sweep, this is the point with the least memory left: {worst.spec.name}"])
+    print_notices([f"the point of the sweep with the least memory left: {worst.spec.name}"])
     return worst
 
 
@@ -259,8 +260,8 @@ def advise(
     as_json: JsonOption = False,
     write: WriteOption = None,
 ) -> None:
-    """Rank changes that make a run fit, or use the memory left. Of a sweep, for its largest run. Exit code 3 when no
-    change makes it fit."""
+    """Rank changes that make a run fit, or use its spare memory. For a sweep, its largest run is used. Exit code 3 when
+    no change makes it fit."""
     from engine.budget.advise import search
     from engine.errors import UsageError
     from engine.launch.other_processes import with_simulations
@@ -269,7 +270,7 @@ def advise(
     if spec.recipe.stages and (stage is None or write is not None):
         name = spec.recipe.stages[0].name
         raise UsageError(
-            "this recipe has stages, and advise looks at one of them",
+            "this recipe has stages, and advise handles one of them at a time",
             expected="--stage NAME, without --write",
             fix=f"add --stage {name}; apply a change with --set stages.{name}.KEY=VALUE",
         )
@@ -288,7 +289,7 @@ def advise(
 @wraps(advise)
 def fit(**options: Any) -> None:
     """Old name of `advise`."""
-    print_progress("tunedeck: fit is now called advise: tunedeck advise with the same arguments")
+    print_progress("tunedeck: fit has been renamed to advise: use tunedeck advise with the same arguments")
     advise(**options)
 
 
@@ -317,7 +318,7 @@ def _write(advice: Advice, recipe: str, overrides: Sequence[str], target: Path) 
 
     chosen = [*advice.suggestions, *advice.room][:1]
     if not chosen:
-        raise UsageError("there is no suggestion to write", fix="run advise without --write to see the plan")
+        raise UsageError("there is no suggestion to write", fix="to see the plan, run advise without --write")
     changes = {key: after for key, (_, after) in chosen[0].changes.items()}
     write_new_file(target, rewrite_text("recipe", recipe, overrides, changes, target).encode(), force=False)
 
@@ -348,7 +349,7 @@ def _print_advice(advice: Advice, spec: RunSpec, written: Path | None) -> None:
     for line in text.wrap_lines([text.title(advice.plan, spec), *text.summary_lines(advice.plan, spec)[:3]], width):
         print_line(line)
     if advice.plan.verdict == "fits":
-        print_line("with the memory left:" if advice.room else "no setting would use the memory left")
+        print_line("to use the remaining memory:" if advice.room else "no setting would use the remaining memory")
     elif not advice.suggestions:
         print_line("no combination of changes makes it fit: choose a smaller model or a larger device")
     for index, suggestion in enumerate([*advice.suggestions, *advice.room], 1):

@@ -1,5 +1,5 @@
-"""Formats plans as text: bytes by phase and component, verdict and advice, and a simulated plan beside the
-closed form."""
+"""Formats plans as text: bytes by phase and component, verdict and advice, and a simulated plan beside the memory
+formula."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ BESIDE_TENSORS = ("context", "workspace", "fragmentation")
 OFFLOADED = {"activations": "activations", "optimizer": "optimizer state"}
 
 WHICH_ADAFACTOR = (
-    "adafactor is torch's: an update is learning_rate, at most 1/sqrt(step), times the root mean square of the weight; "
-    "the Hugging Face Trainer's does not scale learning_rate"
+    "adafactor is torch's implementation: an update is learning_rate (at most 1/sqrt(step)) times the root "
+    "mean square of the weight; the Hugging Face Trainer does not scale learning_rate"
 )
 
 
@@ -102,7 +102,7 @@ def beside_rows(planned: Plan) -> list[str]:
         return []
     rows = [f" {name:<18}{format_size(size, used):>12}" for name, size in parts.items()]
     if reserved:
-        rows[0] += f"  ({format_size(reserved, used)} more lie in device.reserve_gib)"
+        rows[0] += f"  ({format_size(reserved, used)} more are in device.reserve_gib)"
     return [f" {'torch tensors':<18}{format_size(planned.peak_bytes, used):>12}", *rows]
 
 
@@ -114,7 +114,7 @@ def _cell(size: float, digits: int) -> str:
     return text if float(text) else f"<{10**-digits:.{digits}f}".replace("0.", ".")
 
 
-TIGHT = ", tight: less is left than a prediction may be wrong by"
+TIGHT = ", tight: the memory left is smaller than the error of a prediction"
 
 
 def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
@@ -124,12 +124,12 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     rest = "left" if planned.margin_bytes >= 0 else "missing"
     each = f" on each of {planned.ranks} devices" if planned.ranks > 1 else ""
     tensor_bytes = format_size(planned.peak_bytes, used)
-    tensors = f"; {tensor_bytes} of it in torch's tensors" if used != planned.peak_bytes else ""
+    tensors = f"; {tensor_bytes} of it in torch tensors" if used != planned.peak_bytes else ""
     lines = [
         verdict_sentence(planned.verdict, planned.micro_batch, planned.remedies) + (TIGHT if planned.is_tight else ""),
         f"{format_size(used, used)} of {format_size(capacity, used)}{each}, "
         f"{format_size(abs(planned.margin_bytes), used)} {rest}{tensors}",
-        f"{planned.prediction.deciding_phase} decides (*); what lowers it: {lever_of(planned, spec)}",
+        f"peak in {planned.prediction.deciding_phase} (*); to lower it: {lever_of(planned, spec)}",
         f"micro-batch {planned.micro_batch} × {planned.length} tokens, {planned.accumulation} per optimizer step"
         + layers_text(planned),
         *([time_sentence(planned.time, planned.length, spec)] if planned.time else []),
@@ -142,9 +142,9 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     if spec.recipe.train.optimizer == "adafactor":
         lines.append(WHICH_ADAFACTOR)
     if planned.predictor == "simulated":
-        lines.append(f"the figures are from a simulation of the step, which took {planned.simulated_seconds:g} s")
+        lines.append(f"these figures come from a simulation of the step, which took {planned.simulated_seconds:g} s")
     if planned.why_whole:
-        lines.append(f"all layers were simulated, as none could stand for those like it ({planned.why_whole})")
+        lines.append(f"every layer was simulated, because no layer could represent similar ones ({planned.why_whole})")
     if planned.assumed:
         lines.append(planned.assumed)
     if "generate" in planned.prediction.phases:
@@ -152,17 +152,19 @@ def summary_lines(planned: Plan, spec: RunSpec) -> list[str]:
     if planned.host:
         lines.append(host_sentence(planned))
     if planned.image_tokens:
-        lines.append(f"each sequence with an image of {planned.image_tokens} tokens, the largest that is kept")
+        lines.append(
+            f"each sequence is planned with an image of {planned.image_tokens} tokens, the largest that is kept"
+        )
     if planned.remedies:
         changes = ", ".join(f"{key} = {toml_text(value)}" for key, value in planned.remedies.items())
         start = (
-            "on this simulated device train starts as written, to show it, and gets to"
+            ("on this simulated device, train starts with the settings as written for demonstration, and ends with")
             if planned.simulated
             else ("train starts with")
         )
-        lines.append(f"{start} {changes}; what is learned stays the same")
+        lines.append(f"{start} {changes}; the training result stays the same")
     if planned.verdict == "does_not_fit":
-        lines.append("see what would help: tunedeck advise with the same arguments")
+        lines.append("to see what would help: tunedeck advise with the same arguments")
     return lines
 
 
@@ -170,10 +172,10 @@ def length_sentence(planned: Plan, spec: RunSpec) -> str:
     """Where the planned length comes from, the data or the recipe, and for preferences how many tokens are targets."""
     length, targets = planned.length, planned.row_targets
     if planned.basis == "data":
-        counted = "" if targets is None else f", and {targets} the most target tokens of one"
-        return f"{length} tokens is the longest sequence of the data{counted}"
-    until = "; until then every token is planned as a target" if spec.recipe.learns_preferences else ""
-    return f"{length} tokens is data.max_length: tunedeck data with the same recipe measures the data{until}"
+        counted = "" if targets is None else f"; a sample has at most {targets} target tokens"
+        return f"{length} tokens is the longest sequence in the data{counted}"
+    until = "; until then, every token is counted as a target" if spec.recipe.learns_preferences else ""
+    return f"{length} tokens is data.max_length; to measure the data, run tunedeck data with the same recipe{until}"
 
 
 def generate_sentence(planned: Plan, used: int) -> str:
@@ -181,8 +183,8 @@ def generate_sentence(planned: Plan, used: int) -> str:
     needs = format_size(sum(planned.prediction.phases["generate"].values()), used)
     rows = f"generate ({planned.generation_rows} at a time)"
     if not planned.generate_adds_bytes:
-        return f"{rows} adds nothing: its {needs} are less than the peak of the steps"
-    return f"{rows} adds {format_size(planned.generate_adds_bytes, used)} to the peak of the steps"
+        return f"{rows} adds nothing: its {needs} are below the peak of the training steps"
+    return f"{rows} adds {format_size(planned.generate_adds_bytes, used)} to the peak of the training steps"
 
 
 def time_sentence(time: PlanTime, length: int, spec: RunSpec) -> str:
@@ -199,14 +201,14 @@ def _basis(time: PlanTime, spec: RunSpec) -> str:
     device = spec.profile.device
     if time.basis == "profile":
         return (
-            f"this rests on the profile's {device.peak_tflops:g} TFLOP/s and {device.bandwidth_gbs:g} GB/s; no run on "
-            "this machine has measured it"
+            f"estimated from the profile ({device.peak_tflops:g} TFLOP/s, {device.bandwidth_gbs:g} GB/s); not "
+            "calibrated on this machine"
         )
     runs = f"{time.runs} earlier run{'s' if time.runs > 1 else ''}"
     spread = f", which differ by up to {100 * time.spread:.0f} %" if time.runs > 1 else ""
     if time.basis == "same_model":
-        return f"corrected by {runs} of this model on this machine{spread}"
-    return f"corrected by runs of {time.runs} other models on this machine{spread}"
+        return f"calibrated with {runs} of this model on this machine{spread}"
+    return f"calibrated with runs of {time.runs} other models on this machine{spread}"
 
 
 def _seconds(seconds: float) -> str:
@@ -214,7 +216,8 @@ def _seconds(seconds: float) -> str:
 
 
 PART_WORDS = {
-    "products": "products", "between": "between products", "recompute": "recomputing", "waiting": "launches and copies",
+    "products": "matrix products", "between": "other operations", "recompute": "recomputation",
+    "waiting": "launches and copies",
     "micro_batches": "starting micro-batches", "update": "optimizer",
 }  # fmt: skip
 
@@ -227,7 +230,7 @@ def why_lines(considered: Sequence[Choice], planned: Plan, spec: RunSpec) -> lis
     fastest = considered[0].seconds
     rows = [
         "",
-        "considered, the fastest first (* planned):",
+        "considered, fastest first (* planned):",
         "  micro-batch  layers recomputed       memory  step time",
     ]
     for choice in considered:
@@ -237,11 +240,11 @@ def why_lines(considered: Sequence[Choice], planned: Plan, spec: RunSpec) -> lis
         layers, size = f"{choice.layers} of {planned.layers}", format_size(choice.device_bytes, capacity)
         rows.append(f"{mark} {choice.rows:>11}  {layers:>17}  {size:>11}  {seconds:>9}{over}")
     if spec.recipe.train.gradient_checkpointing != "auto":
-        rows.append("the recipe sets train.gradient_checkpointing: auto would take the fastest that fits")
+        rows.append('the recipe sets train.gradient_checkpointing; "auto" would choose the fastest that fits')
     if planned.time is None:
-        return [*rows, "times are multiples of the fastest: nothing is known of this device's speed"]
+        return [*rows, "times are relative to the fastest, because the speed of this device is unknown"]
     parts = ", ".join(f"{PART_WORDS[name]} {_seconds(each)}" for name, each in planned.time.parts.items() if each)
-    return [*rows, f"a step: {parts}"]
+    return [*rows, f"parts of a step: {parts}"]
 
 
 def layers_text(planned: Plan) -> str:
@@ -257,11 +260,11 @@ def network_sentence(network: NetworkTraffic, micro_batches: int) -> str:
     in_all = f"network: each of {network.machines} machines receives at least {format_size(step_bytes, step_bytes)}"
     weights, gradients = network.weights_per_micro_batch, network.gradients_per_micro_batch
     if not weights:
-        return f"{in_all} of gradients from the others in an optimizer step"
+        return f"{in_all} of gradients from the others per optimizer step"
     return (
-        f"{in_all} from the others in an optimizer step: in every micro-batch {format_size(weights, weights)} of "
-        f"weights and {format_size(gradients, gradients)} of gradients, because weights are sharded over all machines; "
-        "fewer and larger micro-batches, or fewer machines, exchange less"
+        f"{in_all} from the others per optimizer step: in every micro-batch {format_size(weights, weights)} of "
+        f"weights and {format_size(gradients, gradients)} of gradients, because weights are sharded over all "
+        "machines; fewer and larger micro-batches, or fewer machines, exchange less"
     )
 
 
@@ -274,7 +277,7 @@ def host_sentence(planned: Plan) -> str:
 
 def verdict_sentence(verdict: str, micro_batch: int, remedies: dict[str, Any]) -> str:
     words = describe_verdict(verdict, micro_batch, remedies)
-    return f"{words}: not even one sequence with every remedy" if verdict == "does_not_fit" else words
+    return f"{words}: one sequence does not fit, even with every remedy" if verdict == "does_not_fit" else words
 
 
 def stage_lines(planned: StagedPlan, spec: RunSpec, width: int) -> list[str]:
@@ -295,7 +298,7 @@ def stage_lines(planned: StagedPlan, spec: RunSpec, width: int) -> list[str]:
     if any(stage.verdict is None and stage.kind == "train" for stage in planned.stages):
         lines.append("a stage without a plan starts with small micro-batches and adapts")
     if planned.worst is not None:
-        lines.append(f"see the largest in full: --stage {planned.worst.name}")
+        lines.append(f"to see the largest in full: --stage {planned.worst.name}")
     return [piece for line in lines for piece in ([line] if line in table else wrap_lines([line], width))]
 
 
@@ -322,15 +325,15 @@ def evaluation_lines(planned: EvaluationPlan, spec: RunSpec, width: int) -> list
     lines = [
         describe_verdict("fits" if planned.fits else "does_not_fit"),
         f"{format_size(used, used)} of {format_size(capacity, used)}, "
-        f"{format_size(abs(capacity - used), used)} {rest}; {planned.deciding_phase} decides (*)",
+        f"{format_size(abs(capacity - used), used)} {rest}; peak in {planned.deciding_phase} (*)",
         f"evaluate starts with {planned.evaluate_rows} × {planned.length} tokens",
     ]
     if planned.generate_rows:
         cache = format_size(planned.cache_bytes, planned.cache_bytes)
         lines.append(
             f"generate starts with {planned.generate_rows} answers at once, each of up to "
-            f"{spec.recipe.generate.max_new_tokens} tokens after a prompt of {planned.length}; keys and values in the "
-            f"cache are {cache} of that"
+            f"{spec.recipe.generate.max_new_tokens} tokens after a prompt of {planned.length}; the key-value "
+            f"cache takes {cache} of that"
         )
     table = phase_table(planned.phases, planned.deciding_phase)
     title_lines = wrap_lines([f"{head}{spec.profile.name}{simulated}"], width)
@@ -368,24 +371,24 @@ def exact_lines(found: ExactPlan, spec: RunSpec, width: int) -> list[str]:
     summary = [
         verdict_sentence(found.verdict, found.micro_batch, {}),
         f"{format_size(used, used)} of {format_size(found.capacity_bytes, used)}, "
-        f"{format_size(abs(found.margin_bytes), used)} {rest}; {simulation.deciding_phase} decides (*)",
+        f"{format_size(abs(found.margin_bytes), used)} {rest}; peak in {simulation.deciding_phase} (*)",
         f"micro-batch {found.micro_batch} × {found.length} tokens, {found.accumulation} per optimizer step",
     ]
     if any(found.beside.values()):
         beside = ", ".join(f"{name} {format_size(held, used)}" for name, held in found.beside.items())
         summary.append(f"memory outside tensors, from the plan: {beside}")
-    head = f"{visible(spec.recipe.model.id)}: the engine's own step was simulated; no memory was allocated"
+    head = f"{visible(spec.recipe.model.id)}: a training step was simulated; no memory was allocated"
     rows = phase_table(simulation.phases, simulation.deciding_phase)
     return [*wrap_lines([head], width), "", *rows, "", *_compared(found), *wrap_lines(summary, width)]
 
 
 def _compared(found: ExactPlan) -> Iterator[str]:
-    """A row per phase: simulated bytes, the closed form's prediction and its error."""
+    """A row per phase: simulated bytes, the memory formula's prediction and its error."""
     if found.closed_form is None:
         yield "no memory formula for this architecture"
         yield ""
         return
-    yield f"{'':<19}{'simulated':>14}{'closed form':>14}"
+    yield f"{'':<19}{'simulated':>14}{'formula':>14}"
     sums, used = found.simulation.sums, found.device_bytes
     for phase, row in found.closed_form.items():
         predicted_bytes = sum(row.values())

@@ -30,13 +30,11 @@ if TYPE_CHECKING:
     from engine.config.load import Resolved
     from engine.journal.queue import Queue, QueueState
 
-queue = typer.Typer(help="Runs that wait for their turn.", no_args_is_help=True)
+queue = typer.Typer(help="Run several runs one after another.", no_args_is_help=True)
 
-FirstOption = Annotated[bool, typer.Option("--first", help="Put it before all others.")]
+FirstOption = Annotated[bool, typer.Option("--first", help="Put it first.")]
 PositionArgument = Annotated[int, typer.Argument(min=1, help="Its new position, counted from 1.", show_default=False)]
-DetachOption = Annotated[
-    bool, typer.Option("--detach", help="Return at once; the queue is worked without this terminal.")
-]
+DetachOption = Annotated[bool, typer.Option("--detach", help="Return at once; the queue runs without this terminal.")]
 
 
 @queue.command()
@@ -45,7 +43,7 @@ DetachOption = Annotated[
     "trust_remote_code", "max_hours", "on_finish", "runs",
 )  # fmt: skip
 def add(options: StartOptions, first: FirstOption = False) -> None:
-    """Put a run at the end of the queue. It is checked and planned as `train` does."""
+    """Put a run at the end of the queue. It is checked and planned first, as by `train`."""
     from engine.launch.create_run import queue_run, resolve_start
 
     wait = QUEUED_WAIT_SECONDS if options.wait is None else options.wait
@@ -89,7 +87,7 @@ def add_sweep(resolved: Resolved, options: StartOptions, *, first: bool = False)
 
 @queue.command("list")
 def list_queue(as_json: JsonOption = False, runs: RunsOption = None) -> None:
-    """Show which run is running and which wait. Also whether the queue is being worked."""
+    """Show the current and the waiting runs. Also whether the queue is started."""
     from engine.journal.queue import Queue
 
     waiting = Queue(runs_folder(runs))
@@ -112,7 +110,7 @@ def remove(run: RunArgument, runs: RunsOption = None) -> None:
 
     directory = find_run(run, runs)
     Queue(runs_folder(runs)).remove(directory.name)
-    print_line(f"{directory.name} no longer waits; its folder is now {move_to_trash(directory)}")
+    print_line(f"{directory.name} was removed from the queue; its folder is now {move_to_trash(directory)}")
 
 
 @queue.command()
@@ -128,7 +126,7 @@ def move(run: RunArgument, position: PositionArgument, runs: RunsOption = None) 
 def start(detach: DetachOption = False, runs: RunsOption = None) -> None:
     """Start one run after another until none waits. A run that fails does not stop the others.
 
-    A process of its own works the queue: Ctrl-C leaves it running. Exits with the exit code of the first failed run.
+    The queue runs in the background: Ctrl-C does not stop it. Exits with the exit code of the first failed run.
     """
     from engine.journal.queue import Queue
     from engine.launch.queue_worker import follow_queue, start_queue_worker
@@ -140,10 +138,10 @@ def start(detach: DetachOption = False, runs: RunsOption = None) -> None:
         print_progress("the queue is empty; add a run with: tunedeck queue add")
         return
     if state.worker is not None:
-        print_progress(f"process {state.worker.pid} already works this queue")
+        print_progress(f"the queue is already running (process {state.worker.pid})")
     pid = start_queue_worker(folder)
     if detach:
-        print_line(f"process {pid} works the queue of {len(state.waiting)}; see: tunedeck queue list")
+        print_line(f"process {pid} runs the queue of {len(state.waiting)}; see: tunedeck queue list")
         return
     code = 0
     for text, run_code in follow_queue(Queue.held(folder), pid, state.waiting):
@@ -155,15 +153,15 @@ def start(detach: DetachOption = False, runs: RunsOption = None) -> None:
 
 @queue.command()
 def stop(runs: RunsOption = None) -> None:
-    """Start no further run. The present one goes on (`tunedeck stop` ends it)."""
+    """Do not start more runs. The current one continues (`tunedeck stop` ends it)."""
     from engine.journal.queue import Queue
 
     worker = Queue(runs_folder(runs)).read().worker
     if worker is None:
-        print_progress("no process works the queue")
+        print_progress("the queue is not running")
         return
     os.kill(worker.pid, signal.SIGTERM)
-    print_line("no more runs are started; the current one continues")
+    print_line("no more runs will start; the current one continues")
 
 
 def queue_worker(folder: str) -> None:
@@ -188,7 +186,7 @@ def _state_text(state: QueueState) -> str:
     if state.worker is not None:
         left = len(state.left_waiting)
         others = f", {left} of them until: tunedeck queue start" if left else ""
-        return f"process {state.worker.pid} works the queue; {len(state.waiting)} wait{others}"
+        return f"the queue is running (process {state.worker.pid}); {len(state.waiting)} waiting{others}"
     if not state.waiting:
         return "the queue is empty"
-    return f"{len(state.waiting)} wait and no process works the queue; start it with: tunedeck queue start"
+    return f"{len(state.waiting)} wait and the queue is not running; start it with: tunedeck queue start"

@@ -85,7 +85,7 @@ def show(
     oom: Annotated[bool, typer.Option("--oom", help="Show every out-of-memory event, and the newest report.")] = False,
     runs: RunsOption = None,
 ) -> None:
-    """Show one run: progress, scores, memory, what to type next."""
+    """Show one run: progress, scores, memory, and the next commands."""
     from engine.journal.checkpoints_on_disk import best_step, learned_memory
     from engine.journal.labels import read_labels
     from engine.journal.summary import SummaryReader
@@ -127,7 +127,7 @@ def _print_oom(reader: SummaryReader, reports: list[str]) -> None:
     from engine.journal.event_text import clean, describe_event
     from engine.journal.oom_text import report_lines, report_or_problem
 
-    lines = [describe_event(event) or "" for event in reader.state.backoffs] or ["memory never ran out"]
+    lines = [describe_event(event) or "" for event in reader.state.backoffs] or ["no out-of-memory events"]
     lines += ["", *(f"report: {clean(path)}" for path in reports)] if reports else []
     newest = report_or_problem(reader.directory.path / reports[-1]) if reports else {}
     if isinstance(newest, str):
@@ -142,12 +142,12 @@ def log(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing until the run ends.")] = False,
     runs: RunsOption = None,
 ) -> None:
-    """Print what the engine process wrote: its engine.log."""
+    """Print the output of the engine process (engine.log)."""
     from engine.journal.summary import SummaryReader
 
     directory = find_run(run, runs)
     if not directory.log.exists() and not follow:
-        raise UsageError(f"run {directory.name} has no engine.log yet", expected="a run that was started")
+        raise UsageError(f"run {directory.name} has no engine.log yet", expected="a run that has been started")
     reader = SummaryReader(directory)
     offset = 0
     try:
@@ -179,7 +179,7 @@ def _print_log(directory: RunDirectory, offset: int) -> int:
 
 
 def watch(run: RunArgument, runs: RunsOption = None) -> None:
-    """Follow a run on the screen without touching it. Ctrl-C leaves, and the run goes on."""
+    """Follow a run's progress. Ctrl-C ends the command, not the run."""
     from engine.commands.follow import make_reporter, print_ending
     from engine.journal.events import EventTail, end_of_events
     from engine.journal.summary import SummaryReader
@@ -198,7 +198,7 @@ def watch(run: RunArgument, runs: RunsOption = None) -> None:
                 time.sleep(WATCH_POLL_SECONDS)
                 summary = reader.refresh()
         except KeyboardInterrupt:
-            print_progress(f"not watching any more; {directory.name} goes on")
+            print_progress(f"stopped watching; {directory.name} continues")
             return
         finally:
             reporter.close()
@@ -209,12 +209,12 @@ def rm(
     given: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN...", autocompletion=run_names, help="Runs that no engine works on.", show_default=False
+            metavar="RUN...", autocompletion=run_names, help="Runs without a running engine.", show_default=False
         ),
     ],
     runs: RunsOption = None,
 ) -> None:
-    """Move runs into the folder .trash of their runs folder."""
+    """Move runs into the .trash folder of their runs folder."""
     from engine.journal.index import move_to_trash
 
     for directory in [find_run(run, runs) for run in given]:
@@ -223,10 +223,10 @@ def rm(
 
 def rename(
     run: RunArgument,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The new name; the time before it stays.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The new name; the timestamp before it stays.")],
     runs: RunsOption = None,
 ) -> None:
-    """Give a run another name, on which no engine works."""
+    """Rename a run that has no running engine."""
     from engine.journal.index import list_runs, record_start
     from engine.journal.labels import referring_runs, rename_run
 
@@ -234,7 +234,7 @@ def rename(
     users = list(referring_runs(directory, list_runs(directory.path.parent)))
     if users:
         raise UsageError(
-            f"{directory.name} is named by {', '.join(users[:3])}, which would not find it any more",
+            f"{directory.name} is used by {', '.join(users[:3])}, which could not find it under a new name",
             fix=f"tag it instead: tunedeck tag {directory.name} {name}",
         )
     renamed = rename_run(directory, name)
@@ -250,9 +250,9 @@ def tag(
     note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help='Note on the run; "" removes it.')] = None,
     runs: RunsOption = None,
 ) -> None:
-    """Put tags and a note on a run, which are stored with it.
+    """Add tags and a note to a run, and store them with it.
 
-    Without tags and note, the present ones are printed.
+    Without tags and note, print the current ones.
     """
     from engine.journal.labels import Labels, read_labels, write_labels
 
@@ -274,7 +274,7 @@ WAIT_POLL_SECONDS = 0.5
 
 
 def stop(run: RunArgument, runs: RunsOption = None) -> None:
-    """Stop a run after the present step, with a checkpoint. A second time: at once, by force."""
+    """Stop a run after the current step, with a checkpoint. Repeat the command to stop it immediately."""
     from engine.journal.summary import summarise
     from engine.launch.process import force_stop
 
@@ -284,7 +284,7 @@ def stop(run: RunArgument, runs: RunsOption = None) -> None:
         print_line(f"{directory.name} was stopped by force")
         print_line(f"continue from its last checkpoint with: tunedeck resume {directory.name}")
         return
-    _request(directory, "stop", "stops after this step, with a checkpoint; the same command again stops it at once")
+    _request(directory, "stop", "stops after this step, with a checkpoint; repeat the command to stop it immediately")
 
 
 def pause(run: RunArgument, runs: RunsOption = None) -> None:
@@ -295,12 +295,12 @@ def pause(run: RunArgument, runs: RunsOption = None) -> None:
 
 
 def checkpoint(run: RunArgument, runs: RunsOption = None) -> None:
-    """Write a checkpoint now and go on training."""
+    """Write a checkpoint now and continue training."""
     _request(find_run(run, runs), "checkpoint", "writes a checkpoint after this step and continues")
 
 
 def wait(run: RunArgument, runs: RunsOption = None) -> None:
-    """Wait until a run has ended; exits with its exit code."""
+    """Wait until a run has ended, and exit with its exit code."""
     from engine.journal.summary import SUSPENDED, SummaryReader
 
     reader = SummaryReader(find_run(run, runs))
@@ -312,7 +312,7 @@ def wait(run: RunArgument, runs: RunsOption = None) -> None:
         time.sleep(WAIT_POLL_SECONDS)
     if summary.status == "stale":
         raise TunedeckError(
-            f"the engine of {summary.run} is gone without recording how the run ended",
+            f"the engine of {summary.run} ended without recording how the run ended",
             fix=f"read its log: tunedeck log {summary.run}; continue with: tunedeck resume {summary.run}",
         )
     raise typer.Exit(summary.exit_code if summary.exit_code is not None else StoppedError.exit_code)
@@ -327,14 +327,14 @@ def _request(directory: RunDirectory, name: str, effect: str) -> None:
     status = summary.status
     if status != "running":
         raise UsageError(
-            f"run {directory.name} is {status}: no engine is there to ask",
+            f"run {directory.name} is {status}: it has no running engine",
             expected="a running run",
             fix=f"tunedeck resume {directory.name}" if status in ("paused", "stopped", "stale") else "tunedeck runs",
         )
     try:
         send_request(directory, name)
     except OSError as error:
-        raise EnvironmentProblem(f"the request cannot be written into {directory.control}: {error.strerror}") from error
+        raise EnvironmentProblem(f"the request cannot be written to {directory.control}: {error.strerror}") from error
     print_line(f"{directory.name} {effect}")
     if summary.phase == SUSPENDED:
         print_progress(_suspended_text(directory))
@@ -345,4 +345,4 @@ def _suspended_text(directory: RunDirectory) -> str:
 
     engine = engine_process(directory)
     go_on = f"; to continue it: kill -CONT {engine.pid}" if engine is not None else ""
-    return f"the engine of {directory.name} is stopped by a signal and does nothing{go_on}"
+    return f"the engine of {directory.name} is suspended by a signal{go_on}"

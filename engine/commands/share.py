@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 OutOption = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Where to; by default RUN.tunedeck in this folder.")
+    Path | None, typer.Option("--out", metavar="FILE", help="Output file; by default RUN.tunedeck in this folder.")
 ]
 
 
 def export(
     run: RunArgument,
-    weights: Annotated[bool, typer.Option("--weights", help="With the result's weights.")] = False,
+    weights: Annotated[bool, typer.Option("--weights", help="Include the result's weights.")] = False,
     out: OutOption = None,
     runs: RunsOption = None,
 ) -> None:
@@ -40,20 +40,20 @@ def export(
     directory = find_run(run, runs)
     target = (out or Path(f"{directory.name}{SUFFIX}")).expanduser().absolute()
     size_bytes, left_out = export_run(directory, target, weights=weights)
-    print_notices(f"{clean(name)} is left out: a link that leaves the run's folder" for name in left_out)
-    print_line(f"{target} ({format_bytes(size_bytes)}); elsewhere: tunedeck import {target.name}")
+    print_notices(f"{clean(name)} is left out: a link to a path outside the run's folder" for name in left_out)
+    print_line(f"{target} ({format_bytes(size_bytes)}); on the other machine: tunedeck import {target.name}")
 
 
 def import_archive(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by export.", show_default=False)],
     runs: RunsOption = None,
 ) -> None:
-    """Take an exported run into the folder of runs."""
+    """Add an exported run to the folder of runs."""
     from engine.journal.archive import import_run
 
     made = import_run(file.expanduser(), runs_folder(runs))
-    print_line(f"{made.path}; repeat it: tunedeck train --run-spec {made.run_toml}")
-    print_notices(["an imported run has no --on-finish and no --trust-remote-code; whoever repeats it gives them anew"])
+    print_line(f"{made.path}; to repeat it: tunedeck train --run-spec {made.run_toml}")
+    print_notices(["an imported run has neither --on-finish nor --trust-remote-code; add them when you repeat it"])
 
 
 TOLD = (
@@ -73,7 +73,7 @@ PLACE = re.compile(r"(?<![\w.])~?(?:/[\w.@+ -]+){2,}")
 def report(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN]", autocompletion=run_names, help="A run to tell of.", show_default=False),
+        typer.Argument(metavar="[RUN]", autocompletion=run_names, help="A run to include.", show_default=False),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to a file.")] = None,
     runs: RunsOption = None,
@@ -83,21 +83,21 @@ def report(
     if out is None:
         print_line(text)
     elif out.exists():
-        raise UsageError(f"{out} exists already", fix="name another file with --out")
+        raise UsageError(f"{out} already exists", fix="choose another file with --out")
     else:
         try:
             out.write_text(text + "\n", "utf-8")
         except OSError as error:
             raise EnvironmentProblem(
-                f"{out} cannot be written: {error.strerror or error}", fix="name another file with --out"
+                f"{out} cannot be written: {error.strerror or error}", fix="choose another file with --out"
             ) from error
-    print_notices([f"look through {out or 'it'} before you send it: an error message may quote what you trained on"])
+    print_notices([f"read {out or 'it'} before you send it: an error message may quote your training data"])
 
 
 def _lines(run: RunDirectory | None, runs: Path) -> Iterator[str]:
     from engine.commands.doctor import examine
 
-    yield from ("## What happened", "", "(what you did, what you expected, what came instead)", "")
+    yield from ("## What happened", "", "(what you did, what you expected, what happened instead)", "")
     yield from ("## This machine", "")
     for finding in examine(runs, ask_hub=False):
         if finding.topic != "hub token":

@@ -54,7 +54,7 @@ OptionalRecipe = Annotated[str | None, recipe_option()]
 OverridesOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="K=V", help="Override one recipe key, such as train.learning_rate=1e-4.", show_default=False
+        "--set", metavar="K=V", help="Override a recipe key, such as train.learning_rate=1e-4.", show_default=False
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
@@ -81,7 +81,7 @@ RunsOption = Annotated[
     typer.Option(
         "--runs",
         metavar="DIR",
-        help="Folder of runs (else $TUNEDECK_RUNS, else ./runs).",
+        help="Folder of runs; by default $TUNEDECK_RUNS or ./runs.",
         show_default=False,
         callback=_choose_runs,
     ),
@@ -96,23 +96,25 @@ RunArgument = Annotated[
     ),
 ]
 RunSpecOption = Annotated[
-    Path | None, typer.Option("--run-spec", metavar="F", help="Repeat the run of this run.toml instead of -p and -r.")
+    Path | None, typer.Option("--run-spec", metavar="F", help="Repeat the run of this run.toml, in place of -p and -r.")
 ]
 NameOption = Annotated[
-    str | None, typer.Option("--name", metavar="NAME", help="Name of the run; by default the recipe's.")
+    str | None, typer.Option("--name", metavar="NAME", help="Name of the run; by default the recipe's name.")
 ]
 DevicesOption = Annotated[str | None, typer.Option("--devices", metavar="2,3", help="Indices of the devices to use.")]
 WaitOption = Annotated[
-    float | None, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait this long for a busy device.")
+    float | None, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait up to this long for a busy device.")
 ]
 DetachOption = Annotated[bool, typer.Option("--detach", help="Return once the run has started.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Start as written even if the plan says it does not fit.")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code that comes with a hub model.")]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Start with the settings as written, even if the plan says it does not fit.")
+]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a hub model.")]
 MaxHoursOption = Annotated[
     float | None, typer.Option("--max-hours", metavar="H", min=0, help="Write a checkpoint and stop after H hours.")
 ]
 OnFinishOption = Annotated[
-    str | None, typer.Option("--on-finish", metavar="CMD", help="Shell command to run when the run has ended.")
+    str | None, typer.Option("--on-finish", metavar="CMD", help="Shell command to run after the run has ended.")
 ]
 
 

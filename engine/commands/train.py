@@ -73,7 +73,7 @@ def train_sweep(resolved: Resolved, options: StartOptions) -> int:
     held = Queue.held(folder)
     left = len(held.read().left_waiting)
     if left:
-        print_progress(f"{left} more wait in the queue; start the queue with: tunedeck queue start")
+        print_progress(f"{left} more waiting in the queue; start it with: tunedeck queue start")
     if options.detach:
         return 0
     code = 0
@@ -211,7 +211,7 @@ def _push(run: RunDirectory, writer: EventWriter) -> None:
             merged_folder=result.merged if result.merged.is_dir() else None,
         )  # fmt: skip
         url, _ = send(*asked, f"{run.name}, by tunedeck")
-        writer.write("phase", name=f"the result is at {url}")
+        writer.write("phase", name=f"uploaded the result to {url}")
     except TunedeckError as error:
         writer.write("warning", code="push", text=error.found, fix=f"tunedeck push {run.path} {repo}{options} --yes")
 
@@ -257,7 +257,7 @@ def view_process(
 
 FromStageOption = Annotated[
     str | None,
-    typer.Option("--from-stage", metavar="NAME", help="Do this stage, and all that start from it, again."),
+    typer.Option("--from-stage", metavar="NAME", help="Repeat this stage and all stages that start from it."),
 ]
 FromOption = Annotated[int | None, typer.Option("--from", metavar="STEP", min=0, help="Continue from this checkpoint.")]
 

@@ -139,7 +139,7 @@ def _of_console(message: str, words: Sequence[str]) -> str:
     flag = given[-1][0]
     if not rest and "=" not in flag and len(given[-1]) <= FLAGS_OF_CONSOLE[flag]:
         return f"Option '{flag}' needs a value"
-    return f"{given[0][0].partition('=')[0]} stands before the command" if rest else message
+    return f"{given[0][0].partition('=')[0]} is before the command" if rest else message
 
 
 def _other_command(message: str, words: list[str]) -> list[str] | None:

@@ -152,25 +152,25 @@ def _obstacle_on_card(kernel: str, card: AttentionCard) -> str | None:
         return f"needs a CUDA device, this is {card.name}"
     if card.capability is None or not runs_on(kernel, card.capability):
         facts, has = FLASH_KERNELS[kernel], "an unknown one" if card.capability is None else f"{card.capability:g}"
-        return f"runs on compute capability {facts.first:g} to below {facts.below:g}, {card.name} has {has}"
+        return f"needs compute capability {facts.first:g} to below {facts.below:g}, but {card.name} has {has}"
     if card.dtype not in ("bfloat16", "float16"):
-        return f"computes in bfloat16 or float16 only, not {card.dtype}"
+        return f"supports only bfloat16 and float16, not {card.dtype}"
     return None
 
 
 def _obstacle_in_model(kernel: str, model: AttentionNeeds, card: AttentionCard) -> str | None:
     if not model.has_flash:
-        return f"transformers has none for {model.model_type}"
+        return f"transformers has no such attention for {model.model_type}"
     if model.flash_only is not None and kernel not in model.flash_only:
-        return f"transformers computes {model.model_type} with {' or '.join(model.flash_only)} alone"
+        return f"transformers supports only {' or '.join(model.flash_only)} for {model.model_type}"
     if kernel == "varlen" and model.dropout:
-        return f"has no dropout, {model.model_type} has {model.dropout}"
+        return f"does not support dropout, which {model.model_type} has ({model.dropout})"
     if kernel == "varlen" and model.softcap:
-        return f"has no soft-cap of the scores, which {model.model_type} needs"
+        return f"does not support the soft-cap of scores that {model.model_type} needs"
     width = model.head_dim
     if width > MOST_HEAD_DIM or width % 8:
-        return f"has heads of up to {MOST_HEAD_DIM} values, a multiple of 8; {model.model_type} has {width}"
+        return f"supports head sizes up to {MOST_HEAD_DIM}, in multiples of 8; {model.model_type} has {width}"
     # flash_attn/cute/interface.py of flash-attn-4, _validate_head_dims.
     if kernel == "flash_attention_4" and 128 < width < MOST_HEAD_DIM and (card.capability or 0) >= BLACKWELL:
-        return f"has heads of up to 128 values, or of 256, on this device; {model.model_type} has {width}"
+        return f"supports head sizes up to 128, or 256, on this device; {model.model_type} has {width}"
     return None

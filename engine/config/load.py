@@ -110,7 +110,10 @@ def name_note(file: SpecFile) -> str | None:
     written, stem = document.data.get("name"), file.path.stem
     if not _is_name(written) or not _is_name(stem) or written == stem:
         return None
-    return f"{document.written_at(('name',))}: name: {quoted(written)}; the file's name counts: {quoted(stem)}"
+    return (
+        f"{document.written_at(('name',))}: name: {quoted(written)} is not used; the name is that of the file: "
+        f"{quoted(stem)}"
+    )
 
 
 def check_text(kind: SpecKind, text: str, stem: str, label: str) -> list[str]:
@@ -132,7 +135,7 @@ def settle_name(document: Document, stem: str) -> list[Problem]:
         document.data["name"] = stem
     elif written is None:
         allowed = "lower-case letters, digits, '.', '_' and '-' are allowed: rename the file"
-        return [Problem(("name",), f"left out, and {quoted(stem)} cannot be one", allowed)]
+        return [Problem(("name",), f"missing, and the file name {quoted(stem)} is not a valid name", allowed)]
     return []
 
 
@@ -282,13 +285,16 @@ def _run_name_problems(name: str | None) -> list[str]:
     if "=" in name and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,119}", name):  # of a sweep's point, which is resumed
         return []
     return [
-        f"--name {quoted(name)}: letters, digits, '.', '_' and '-' are allowed, the first a letter or digit, 80 at most"
+        (
+            f"--name {quoted(name)}: letters, digits, '.', '_' and '-' are allowed, starting with a letter or "
+            "digit, at most 80"
+        )
     ]
 
 
 def _apply_profile_overrides(profile: Document, recipe: Document, on_command_line: set[str]) -> list[str]:
-    """Write the profile's [overrides] into `recipe`; a sentence for each that changes what is learned, unless `--set`
-    changes it afterwards."""
+    """Write the profile's [overrides] into `recipe`; a sentence for each that changes the training result, unless
+    `--set` changes it afterwards."""
     table = profile.data.get("overrides")
     notices = []
     for key, value in leaf_items(table) if isinstance(table, dict) else ():
@@ -301,7 +307,7 @@ def _apply_profile_overrides(profile: Document, recipe: Document, on_command_lin
         silent = dotted.startswith(LEARNING_NEUTRAL_KEYS) or dotted in on_command_line
         if value != before and not silent:
             was = "unset" if before is None else quoted(before)
-            notices.append(f"the profile sets {dotted} = {quoted(value)} (was {was}): this changes what is learned")
+            notices.append(f"the profile sets {dotted} = {quoted(value)} (was {was}): this changes the training result")
     return notices
 
 

@@ -64,8 +64,8 @@ def no_match(pattern: str, names: Sequence[str], key: str) -> UsageError:
     near = [word if any(test(word, name) for name in names) else f"**.{word}" for word in near]
     examples = near or list(dict.fromkeys(name.rpartition(".")[2] for name in names))[:3]
     return UsageError(
-        f"{key}: {visible(repr(shown))} matches no name in this model",
-        expected='a glob on dotted names ("**" crosses dots), such as ' + ", ".join(examples),
+        f"{key}: {visible(repr(shown))} does not match a name in this model",
+        expected='a glob for dotted names ("**" also matches dots), such as ' + ", ".join(examples),
         fix=f"did you mean {near[0]!r}?" if near else "correct the pattern, or remove it",
     )
 

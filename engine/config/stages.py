@@ -62,7 +62,7 @@ def enabled_stage(recipe: Recipe, name: str) -> Stage:
         raise UsageError(
             f"{recipe.name} has no enabled stage {name!r}",
             expected=f"one of: {known}" if known else "a recipe with [[stages]]",
-            fix="leave --stage out",
+            fix="leave out --stage",
         )
     return stages[name]
 
@@ -158,7 +158,7 @@ def starts_from_an_earlier_stage(recipe: Recipe, index: int) -> Problems:
             meant = closest_match(name, known)
             hint = f"; did you mean {quoted(meant)}?" if meant else ""
             place = ("from",) if name in origins(stage) else ("model",)
-            allowed = f"one of: {', '.join(known)}{hint}" if known else "none comes before this one"
+            allowed = f"one of: {', '.join(known)}{hint}" if known else "there is no earlier stage"
             yield Problem(place, f"{quoted(name)} is not an earlier stage", allowed)
 
 
@@ -167,7 +167,7 @@ def needs_only_enabled_stages(recipe: Recipe, index: int) -> Problems:
     disabled = {other.name for other in recipe.stages if not other.enabled}
     for name in required_stages(stage) if stage.enabled else []:
         if name in disabled:
-            fix = f"enable {quoted(name)}, or disable this stage, too: --set stages.{stage.name}.enabled=false"
+            fix = f"enable {quoted(name)}, or also disable this stage: --set stages.{stage.name}.enabled=false"
             yield Problem(("from",), f"stage {quoted(name)}, which this one starts from, is disabled", fix)
 
 
@@ -198,7 +198,9 @@ def assembles_two_or_more(recipe: Recipe, index: int) -> Problems:
         yield Problem(("experts_per_token",), f"{per_token} of {count} experts", f"at most {count}")
     for key in STAGE_TABLES:
         if getattr(stage, key):
-            yield Problem((key,), f'[{key}] with kind = "assemble"', "an assembly trains nothing; put it into a stage")
+            yield Problem(
+                (key,), f'[{key}] with kind = "assemble"', "an assembly does not train; move it to a training stage"
+            )
 
 
 def starts_from_full_weights(recipe: Recipe, index: int) -> Problems:
@@ -230,7 +232,7 @@ def name_is_free(recipe: Recipe, index: int) -> Problems:
 def finishes_alone(recipe: Recipe, index: int) -> Problems:
     for key in recipe.stages[index].finish:
         if key in Finish.model_fields and key != "merge":
-            yield Problem(("finish", key), "of one stage", f"the whole run has it: [finish] {key} of the recipe")
+            yield Problem(("finish", key), "of one stage", f"set it for the whole run: [finish] {key} of the recipe")
 
 
 STAGE_RULES: tuple[Callable[[Recipe, int], Problems], ...] = (

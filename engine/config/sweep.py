@@ -53,7 +53,7 @@ def refuse_sweep(spec: RunSpec) -> None:
     """Raise UsageError for a recipe with a sweep, where a single run is created."""
     if spec.recipe.sweep:
         raise UsageError(
-            f"recipe {spec.recipe.name!r} has a [sweep], which is many runs",
-            expected="one run, or a command that starts all of them",
-            fix="tunedeck train or tunedeck queue add; --set sweep= leaves the sweep out",
+            f"recipe {spec.recipe.name!r} has a [sweep], which is several runs",
+            expected="a single run, or a command that starts all runs",
+            fix="tunedeck train or tunedeck queue add; --set sweep= removes the sweep",
         )

@@ -201,7 +201,7 @@ def _kept_lines(file: Path, kind: str, before: int, screened: Screened) -> Itera
                 reason = LINE_TOO_LONG if line is None else TOO_DEEP if kind == "json" and is_too_deep(line) else None
                 if reason is not None:
                     if kind == "csv" and number == 1:
-                        raise DataError(f"{file}:1: the names of the columns are {reason}", fix="mend that line")
+                        raise DataError(f"{file}:1: the names of the columns are {reason}", fix="correct that line")
                     screened.leave_out(reason, number)
                     yield b"\n" if kind == "json" else b""
                 elif line is not None:
@@ -292,7 +292,7 @@ def _too_far(file: Path) -> DataError:
     return DataError(
         f"{file} unpacks to more than {UNPACKED_RATIO} times its size, or its source to more than "
         f"{UNPACKED_BYTES // GIB} GiB",
-        fix="if it is what you want, unpack it yourself and name the unpacked file",
+        fix="if this is intended, unpack it yourself and use the unpacked file",
     )
 
 

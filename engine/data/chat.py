@@ -120,7 +120,7 @@ class ChatRenderer:
         self.template = ChatTemplate(tokenizer, written, variables)
         if not tokenizer.is_fast:
             raise DataError(
-                "conversations need a tokenizer that says which characters each token covers, and this one does not",
+                "conversations need a tokenizer that reports character offsets, and this one does not",
                 fix="use a model that ships tokenizer.json, or prompt and completion columns",
             )
         self.special_ids = special_ids(tokenizer)
@@ -191,7 +191,8 @@ class ChatRenderer:
             kept_apart = [turn for number, turn in turns.items() if number in untrained or turn.context]
             if not all(whole.startswith(turn.text) for turn in kept_apart):
                 raise TemplateRefusal(
-                    f'{REFUSAL} rewrites a finished turn that is not learned, and data.loss_on = "all" learns the rest'
+                    f"{REFUSAL} rewrites a finished turn that is excluded from training, which data.loss_on = "
+                    '"all" does not support'
                 )
             spans = _outside([(0, len(whole))], turns, untrained)
             result = self._one_row(messages, whole, spans, untrained, inner=_inner(turns))

@@ -136,8 +136,8 @@ class ChatTemplate:
         if self._stopped < MAX_STOPPED:
             return TemplateRefusal(f"the chat template does not end within {RENDER_CPU_SECONDS:g} s")
         return DataError(
-            f"the chat template did not end within {RENDER_CPU_SECONDS:g} s of computing, {MAX_STOPPED} times",
-            fix="set model.chat_template to a template that ends",
+            f"the chat template exceeded {RENDER_CPU_SECONDS:g} s of CPU time {MAX_STOPPED} times",
+            fix="set model.chat_template to a template that terminates",
         )
 
     def _reads_parts_only(self) -> bool:
@@ -245,8 +245,8 @@ def find_template(tokenizer: PreTrainedTokenizerBase) -> str:
         template = template.get("default")
     if not template:
         raise DataError(
-            "the data are conversations and the tokenizer has no chat template",
-            expected="a tokenizer of an instruction-tuned model, or a template of your own",
+            "the data contains conversations, but the tokenizer has no chat template",
+            expected="a tokenizer of an instruction-tuned model, or your own template",
             fix='set model.chat_template = "my_template.jinja", or use prompt and completion columns',
         )
     return str(template)

@@ -267,7 +267,7 @@ class _Marks(NamedTuple):
 
 def _message(turn: Any, parts: bool, calls: bool, names: TurnNames) -> tuple[dict[str, Any], _Marks] | Dropped:
     """{"role", "content"}, also from sharegpt's `from` and `value`; other keys (tool_calls) are kept. Dropped without a
-    known role, without text and tool calls, or with a part or a mark that is not known."""
+    known role, without text and tool calls, or with a part or a mark that is unknown."""
     turn = names.renamed(turn)
     turn = _with_tool_calls(turn) if calls else turn
     if not isinstance(turn, dict):

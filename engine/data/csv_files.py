@@ -21,8 +21,8 @@ BROKEN_QUOTES = "quotes that do not enclose a cell"
 """Reasons for which a record is left out (`data.broken = "skip"`)."""
 
 QUOTE_FIX = (
-    'put a cell with a separator or a quote in it between quotes, and double its own quotes ("a ""b"", c"); or leave '
-    "such records out and count them: --set data.broken=skip"
+    'quote cells that contain a separator or a quote, and double the quotes inside ("a ""b"", c"); or '
+    "leave out such records and count them: --set data.broken=skip"
 )
 
 SEPARATORS = ",;\t|"
@@ -106,7 +106,7 @@ def layout_of(file: Path, separator: str) -> CsvLayout:
         return _layout_of(file, separator)
     except csv.Error as error:
         problem = f":1: {_in_words(error, separator)}"
-        raise DataError(f"{file}{problem}", fix="mend the line with the names of the columns") from error
+        raise DataError(f"{file}{problem}", fix="correct the line with the column names") from error
 
 
 def _layout_of(file: Path, separator: str) -> CsvLayout:
@@ -146,7 +146,7 @@ def find_records(file: Path, layout: CsvLayout) -> Iterator[FoundRow]:
             if cells is None:
                 return
             if len(cells) > len(layout.columns):
-                problem = f":{line}: {len(cells)} fields, the file has {len(layout.columns)} columns"
+                problem = f":{line}: {len(cells)} fields, but the file has {len(layout.columns)} columns"
                 yield FoundRow(start, lines.byte, line, reason=TOO_MANY_FIELDS, problem=problem)
             elif cells:
                 yield FoundRow(start, lines.byte, line)
@@ -154,10 +154,10 @@ def find_records(file: Path, layout: CsvLayout) -> Iterator[FoundRow]:
 
 def _in_words(error: csv.Error, separator: str) -> str:
     if "unexpected end of data" in str(error):
-        return "a quote opens a cell and nothing closes it"
+        return "a quoted cell is not closed"
     if "expected after" in str(error):
-        return f"behind the quote that closes a cell there is no {separator!r}"
-    return "a line break in a cell that is not between quotes" if "new-line" in str(error) else str(error)
+        return f"no {separator!r} after the quote that closes a cell"
+    return "a line break in an unquoted cell" if "new-line" in str(error) else str(error)
 
 
 def _column_names(cells: list[str]) -> list[str]:

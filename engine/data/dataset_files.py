@@ -88,8 +88,8 @@ def _open_local(source: Source, path: Path, skip_broken: bool, version: int) -> 
     try:
         if pointers := [file for file in files if _is_pointer(file)]:
             raise DataError(
-                f"source {source.name}: {pointers[0]} is a pointer of Git LFS, not the file itself",
-                fix="fetch the files in the repository that they lie in: git lfs pull",
+                f"source {source.name}: {pointers[0]} is a Git LFS pointer, not the file itself",
+                fix="fetch the files in their repository: git lfs pull",
             )
         if not path.is_dir() and split_name(source) != "train":
             raise _no_such_split(source, ["train"])
@@ -97,16 +97,16 @@ def _open_local(source: Source, path: Path, skip_broken: bool, version: int) -> 
         digests = dict(zip(files, map(hash_file, files), strict=True))
         contents = hash_files(files, list(digests.values()), path if path.is_dir() else None)
         if all(file.stat().st_size == 0 for file in files):
-            raise DataError(f"source {source.name}: {path} is empty", fix="put at least one sample in it")
+            raise DataError(f"source {source.name}: {path} is empty", fix="add at least one sample")
         rows = _rows_of_files(source, path, files, digests, contents, reads, skip_broken, version)
         if changed := [file for file, stamp in zip(files, stamps, strict=True) if file.stat().st_mtime_ns != stamp]:
             shutil.rmtree(_tables_folder(contents), ignore_errors=True)
-            raise DataError(f"{changed[0]} was changed while it was read", fix="start again, when it is complete")
+            raise DataError(f"{changed[0]} was changed while it was read", fix="start again when it is complete")
         return rows
     except PermissionError as error:
         raise DataError(
             f"source {source.name}: {error.filename or path} cannot be read (permission denied)",
-            fix=f"give yourself the right to read it: chmod u+r {error.filename or path}",
+            fix=f"make it readable: chmod u+r {error.filename or path}",
         ) from error
     except READ_ERRORS as error:
         raise _unreadable(source, path, reads, error) from error
@@ -169,7 +169,7 @@ def _data_files(source: Source, path: Path, files: list[Path], version: int) -> 
     if not found.data or not beside:
         return found.data if named else files, []
     listed = _listed([str(file.relative_to(path)) for file in beside])
-    return found.data, [f"source {source.name}: not read, as it holds no rows of the data: {listed}"]
+    return found.data, [f"source {source.name}: not read, because these files have no rows of the data: {listed}"]
 
 
 def _with_origin(
@@ -270,7 +270,7 @@ def _files_of_no_split(
     if not names:
         return []
     where = f"configuration {config}" if source.config else "folder"
-    return [f"source {source.name}: not read, as no split of the {where} has them: {_listed(names)}"]
+    return [f"source {source.name}: not read, because no split of the {where} contains them: {_listed(names)}"]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -284,8 +284,8 @@ def _builder(source: Source, folder: Path, read_from: Path) -> Any:
         configs = datasets.get_dataset_config_names(str(read_from))
     except TypeError as error:
         raise DataError(
-            f"source {source.name}: {folder / 'README.md'} has a configuration whose name is no text",
-            fix="write its config_name in quotes; YAML takes no and on for false and true",
+            f"source {source.name}: {folder / 'README.md'} has a configuration whose name is not text",
+            fix="write its config_name in quotes; YAML reads no and on as false and true",
         ) from error
     if source.config is None and len(configs) > 1 and "default" not in configs:
         raise DataError(
@@ -304,9 +304,9 @@ def _builder(source: Source, folder: Path, read_from: Path) -> Any:
 def _no_such_split(source: Source, splits: Sequence[str]) -> DataError:
     if splits == ["train"] and source.path is not None and not Path(source.path).expanduser().is_dir():
         return DataError(
-            f"source {source.name}: {source.path} has no splits, and split = {source.split!r} names one",
+            f"source {source.name}: {source.path} has no splits, but split = {source.split!r}",
             expected="the whole file (train), or a slice of it such as train[:1000] and train[90%:]",
-            fix=f"add --set data.sources.{source.name}.split=train; or name the file of that split in path",
+            fix=f"add --set data.sources.{source.name}.split=train; or set path to the file of that split",
         )
     return DataError(
         f"source {source.name}: {source.path or source.hub} has no split {split_name(source)}",
@@ -319,7 +319,8 @@ def _no_such_split(source: Source, splits: Sequence[str]) -> DataError:
 
 def _field_of_json(source: Source, name: str) -> DataError:
     return DataError(
-        f"source {source.name}: the README of {source.path} says that the rows are in the field {name} of its files",
+        f"source {source.name}: according to the README of {source.path}, the rows are in the field {name} of "
+        "its files",
         fix=f"write them as lines: jq -c '.{name}[]' FILE.json > rows.jsonl",
     )
 
@@ -359,7 +360,7 @@ def _part_of(source: Source, table: Any) -> Any:
 
 def _unit_of_table(source: Source) -> DataError:
     return DataError(
-        f"source {source.name}: unit = {source.unit!r} with rows of a table",
+        f"source {source.name}: unit = {source.unit!r}, but the files are tables",
         expected="text files (.txt, .md): each row of a table is one document",
         fix=f"add --set data.sources.{source.name}.unit=",
     )
@@ -413,8 +414,8 @@ def _nothing_left(source: Source, left_out: Sequence[Screened]) -> DataError:
     found = [f"{count:,} x {reason} ({each.places(reason)[0]})"
              for each in left_out for reason, count in each.dropped.items()]  # fmt: skip
     return DataError(
-        f"source {source.name}: no row is left; dropped: {', '.join(found)}",
-        fix="mend the files; docs/data.md has the bounds of what is read",
+        f"source {source.name}: no rows are left; dropped: {', '.join(found)}",
+        fix="correct the files; docs/data.md lists the limits",
     )
 
 
@@ -445,20 +446,20 @@ def _open_hub(source: Source) -> SourceRows:
             )
     except DatasetNotFoundError as error:
         raise DataError(
-            f"source {source.name}: the hub has no data set {name} that you may read",
+            f"source {source.name}: the hub has no data set {name}, or you have no access to it",
             fix="check the name; for a gated data set, accept its terms and run: hf auth login",
         ) from error
     except (ConnectionError, HfHubHTTPError) as error:
         raise EnvironmentProblem(
             f"source {source.name}: the hub cannot be reached for {name}: {_short(error)}",
-            expected="a connection to the hub, or the data set in the cache already",
-            fix=f"connect, or download it elsewhere (hf download --repo-type dataset {name} --local-dir data) and add "
-            f"--set data.sources.{source.name}.path=data",
+            expected="a connection to the hub, or the data set in the cache",
+            fix=f"connect to the network, or download it elsewhere (hf download --repo-type dataset {name} "
+            f"--local-dir data) and add --set data.sources.{source.name}.path=data",
         ) from error
     except READ_ERRORS as error:
         raise DataError(
             f"source {source.name}: {describe_source(source)} cannot be read: {_short(error)}",
-            fix="check config and split against the data set's page",
+            fix="compare config and split with the data set's page",
         ) from error
     # The builder's fingerprint covers name, config, version, split and the hub commit the files came from.
     fingerprint = hash_text(name, source.config or "", source.split, data._fingerprint)
@@ -471,9 +472,9 @@ def require_texts(source: Source, rows: SourceRows, builder: str | None) -> None
     """Raise DataError if texts of JSON or CSV files of the hub, which `datasets` reads into one table, became dates."""
     if builder in ("json", "csv") and (dates := date_columns(rows.shapes)):
         raise DataError(
-            f"source {source.name}: {source.hub} has {builder.upper()} files, and the library that reads them turned "
-            f"texts into dates: {_listed(dates)}",
-            expected="texts as they are written, which local files give",
+            f"source {source.name}: {source.hub} has {builder.upper()} files, and the datasets library "
+            f"converts texts in them to dates: {_listed(dates)}",
+            expected="texts as written in the files, which only local files provide",
             fix=f"download it (hf download --repo-type dataset {source.hub} --local-dir data) and add "
             f"--set data.sources.{source.name}.path=data",
         )
@@ -481,7 +482,7 @@ def require_texts(source: Source, rows: SourceRows, builder: str | None) -> None
 
 def _rows(source: Source, data: Any, fingerprint: str, explain: Callable[[BaseException], DataError]) -> SourceRows:
     if not isinstance(data, datasets.Dataset):
-        raise ValueError(f"a split was expected, {type(data).__name__} was found")
+        raise ValueError(f"expected a split, not {type(data).__name__}")
     for name, feature in data.features.items():
         if (as_files := _undecoded(feature)) is not feature:
             data = data.cast_column(name, as_files)
@@ -528,7 +529,8 @@ def _unreadable(source: Source, path: Path, files: Mapping[Path, Path], error: B
     if isinstance(error, UNPACKING_ERRORS) and any(file.suffix.lower() in COMPRESSION_SUFFIXES for file in files):
         return DataError(
             f"source {source.name}: {path} cannot be unpacked: {_short(error)}",
-            fix="copy it again if it is cut; if it was never packed, take the ending of packing off its name",
+            fix="copy it again if it is truncated; if it is not compressed, remove the compression suffix from its "
+            "name",
         )
     if odd is not None:
         return DataError(f"source {source.name}: {odd[0]}:{odd[1]}: not UTF-8 text", fix=conversion(odd[0]))
@@ -539,7 +541,7 @@ def _unreadable(source: Source, path: Path, files: Mapping[Path, Path], error: B
         return DataError(f"source {source.name}: {path}: {_short(error)}", fix=fetch_again(source))
     return DataError(
         f"source {source.name}: {path} cannot be read: {_short(cause)}",
-        fix="check that the file is whole, that its suffix names its format, and the split",
+        fix="check that the file is complete, that its suffix matches its format, and the split",
     )
 
 

@@ -138,7 +138,7 @@ class FileRows:
         if stamp == self._stamps[number]:
             return
         if part.reads == part.file and hash_file(part.file) != part.digest:
-            raise DataError(f"{part.file} was changed while it was read", fix="start again, when it is complete")
+            raise DataError(f"{part.file} was changed while it was read", fix="start again when it is complete")
         self._stamps[number] = stamp
 
 

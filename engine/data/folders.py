@@ -45,8 +45,8 @@ def data_of_folder(source: Source, files: Sequence[Path]) -> FolderFiles:
     kinds = sorted({suffix_of(file) for file in data}, key=lambda suffix: LOADERS[suffix])
     if len({LOADERS[kind] for kind in kinds}) > 1:
         raise DataError(
-            f"source {source.name}: the folder {source.path} holds tables of several formats ({', '.join(kinds)})",
-            fix=f'make one source of each, such as path = "{source.path}/**/*{kinds[0]}"',
+            f"source {source.name}: the folder {source.path} has tables of several formats ({', '.join(kinds)})",
+            fix=f'add one source for each, such as path = "{source.path}/**/*{kinds[0]}"',
         )
     return FolderFiles(data, [file for file in files if file not in data])
 
@@ -66,7 +66,7 @@ def require_whole(source: Source, files: Sequence[Path]) -> None:
         )
     if unfinished:
         raise DataError(
-            f"source {source.name}: a download into the folder {source.path} was not finished "
+            f"source {source.name}: the download into the folder {source.path} is incomplete "
             f"({len(unfinished)} files in .cache/huggingface end with .incomplete)",
             fix=fetch_again(source),
         )
@@ -75,8 +75,8 @@ def require_whole(source: Source, files: Sequence[Path]) -> None:
 def fetch_again(source: Source) -> str:
     """Return what completes a folder that was downloaded from the hub."""
     return (
-        f"fetch the rest: hf download --repo-type dataset OWNER/NAME --local-dir {shlex.quote(source.path or '')}; or "
-        "name the files that you want in path, with a pattern"
+        "fetch the rest: hf download --repo-type dataset OWNER/NAME --local-dir "
+        f"{shlex.quote(source.path or '')}; or select files in path with a pattern"
     )
 
 
@@ -110,8 +110,8 @@ def csv_of_images(source: Source, files: Sequence[Path]) -> Path | None:
     found = [file for file in image_tables(files) if file.suffix == ".csv"]
     if len(found) > 1:
         raise DataError(
-            f"source {source.name}: the folder {source.path} holds {len(found)} files {found[0].name}",
-            fix=f'make one source of each, such as path = "{found[0]}"',
+            f"source {source.name}: the folder {source.path} has {len(found)} files named {found[0].name}",
+            fix=f'add one source for each, such as path = "{found[0]}"',
         )
     return found[0] if found else None
 

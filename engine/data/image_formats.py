@@ -67,7 +67,7 @@ class DetectionRecord:
         area or is not inside the image."""
         boxes = self.shares(height, width)
         if not all(0.0 <= x1 < x2 <= 1.0 and 0.0 <= y1 < y2 <= 1.0 for x1, y1, x2, y2 in boxes):
-            return Dropped("a box has no area, or lies outside its image")
+            return Dropped("a box has no area, or is outside its image")
         question: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": self.prompt}]
         answer = boxes_as_text(boxes, self.labels, self.format.text)
         asked: dict[str, Any] = {"role": "user", "content": question}
@@ -165,7 +165,7 @@ SHORTEST_ENCODED = 64
 """Characters of text in base64; a shorter text is a path."""
 
 NO_IMAGE = "an image is neither a path nor the bytes of a file"
-WEB_ADDRESS = "an image is a web address, which is not downloaded: save the file beside the data"
+WEB_ADDRESS = "an image is a web address, which is not downloaded: save the file next to the data"
 NOT_BASE64 = "the text of an image is not base64"
 """Reasons for which a row is dropped."""
 

@@ -272,8 +272,8 @@ class ImageReader:
         (place,) = given.rows.places([origin])
         return DataError(
             f"source {given.format.source}, {place}: image {reference.path or '(in the row)'}: {problem}",
-            expected="the images that the run was prepared with",
-            fix="put the image back; or start a new run, which prepares the data again",
+            expected="the images the run was prepared with",
+            fix="restore the image; or start a new run, which prepares the data again",
         )
 
 
@@ -316,7 +316,7 @@ def place_images(
             flags.append(flag)
             continue
         if len(added) == len(images):
-            return Dropped("its text contains the token that stands for an image")
+            return Dropped("its text contains the image token")
         parts = processor.expansion(images[len(added)])
         added.append((place, len(parts) - 1))
         ids += parts
@@ -331,7 +331,7 @@ def image_notice(rows: SourceRows, source: Source, reads_images: bool) -> str | 
     if reads_images or not found or source.columns:
         return None
     return (
-        f"source {source.name}: {', '.join(found)} {'is' if len(found) == 1 else 'are'} not read: images are "
-        'learned from with format = "image-chat" or "detection"; of preferences, "image-preference" or '
+        f"source {source.name}: {', '.join(found)} {'is' if len(found) == 1 else 'are'} not read: images need "
+        'format = "image-chat" or "detection", or for preferences "image-preference" or '
         '"image-unpaired-preference"'
     )

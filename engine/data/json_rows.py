@@ -15,8 +15,8 @@ from engine.data.records import ROW_BYTES, ROW_TOO_LARGE
 from engine.errors import DataError
 
 NOT_AN_OBJECT = "not a JSON object"
-KEY_TWICE = "a key that comes twice in one object"
-NO_CHARACTER = r"half of a surrogate pair (\ud800 to \udfff), which is no character"
+KEY_TWICE = "a key that occurs twice in one object"
+NO_CHARACTER = r"half of a surrogate pair (\ud800 to \udfff), which is not a character"
 """Reasons for which a row of JSON is left out (`data.broken = "skip"`)."""
 
 SHOWN = 60
@@ -29,10 +29,10 @@ ELEMENT_CHARACTERS = 256 << 20
 SPACE = re.compile(r"[ \t\r\n]*+")
 """What may be between the values of JSON."""
 
-SKIP_FIX = "mend or remove that line; or leave such lines out and count them: --set data.broken=skip"
+SKIP_FIX = "correct or remove that line; or leave out such lines and count them: --set data.broken=skip"
 NO_OBJECT_FIX = (
-    'write each row as an object, such as {"prompt": "…", "completion": "…"}; or leave such rows out and count them: '
-    "--set data.broken=skip"
+    'write each row as an object, such as {"prompt": "…", "completion": "…"}; or leave out such rows '
+    "and count them: --set data.broken=skip"
 )
 
 
@@ -128,11 +128,11 @@ def line_problem(line: bytes) -> tuple[dict[str, Any] | None, str, str]:
     try:
         value = _STRICT.decode(line.removeprefix(codecs.BOM_UTF8).decode())
     except _KeyTwice as error:
-        return None, KEY_TWICE, f"the key {error.args[0]!r} comes twice in one object: {_excerpt(line)}"
+        return None, KEY_TWICE, f"the key {error.args[0]!r} occurs twice in one object: {_excerpt(line)}"
     except (ValueError, RecursionError) as error:
         return None, NOT_AN_OBJECT, f"{_reason(error)}: {_excerpt(line)}"
     if isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value):
-        named = f'a conversation without a name, {{"messages": [...]}} is expected: {_excerpt(line)}'
+        named = f'a list of turns, where {{"messages": [...]}} is expected: {_excerpt(line)}'
         return None, NOT_AN_OBJECT, named
     if not isinstance(value, dict):
         return None, NOT_AN_OBJECT, f"{not_an_object(value)}: {_excerpt(line)}"
@@ -158,7 +158,7 @@ JSON_NAMES = {bool: "true or false", int: "a number", float: "a number", str: "t
 
 def not_an_object(value: Any) -> str:
     """Return what is wrong with `value`, a row in JSON that is no object."""
-    return f"an object was expected, found {JSON_NAMES.get(type(value), 'null')}"
+    return f"expected an object, found {JSON_NAMES.get(type(value), 'null')}"
 
 
 def _reason(error: ValueError | RecursionError) -> str:
@@ -235,7 +235,9 @@ class _ListText:
         return self._broken(line, _reason(error))
 
     def _broken(self, line: int, problem: str) -> DataError:
-        return DataError(f"{self.file}:{line}: {problem}", fix="mend the list, or write one object per line, as .jsonl")
+        return DataError(
+            f"{self.file}:{line}: {problem}", fix="correct the list, or write one object per line, as .jsonl"
+        )
 
     def _advance(self, place: int) -> None:
         passed = self._text[self._place : place]
@@ -272,7 +274,7 @@ def _find_elements(file: Path) -> Iterator[FoundRow]:
 def _checked_element(value: Any, twice: str, number: int, found: FoundRow) -> FoundRow:
     place = f": element {number} of its list: "
     if twice:
-        return found._replace(reason=KEY_TWICE, problem=f"{place}the key {twice!r} comes twice in one object")
+        return found._replace(reason=KEY_TWICE, problem=f"{place}the key {twice!r} occurs twice in one object")
     if found.stop - found.start > ROW_BYTES:
         return found._replace(reason=ROW_TOO_LARGE)
     row = {"text": value} if isinstance(value, str) else value  # texts are rows of text

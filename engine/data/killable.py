@@ -26,7 +26,7 @@ class ProcessEnded(Exception):
     """The process ended before it answered; `signal` is the number of the signal that ended it, 0 for none."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"was ended by {signal.Signals(number).name}" if number else "ended")
+        super().__init__(f"was terminated by {signal.Signals(number).name}" if number else "ended")
         self.signal = number
 
 
@@ -91,7 +91,7 @@ class KillableProcess:
             ours.close()
             theirs.close()
             raise EnvironmentProblem(
-                f"no process can be started: {error.strerror or error}",
+                f"a process cannot be started: {error.strerror or error}",
                 fix="end other processes, or raise the limit on processes (ulimit -u)",
             ) from error
         if process == 0:

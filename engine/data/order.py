@@ -19,7 +19,7 @@ def pack(lengths: NDArray[np.int32], max_length: int) -> list[list[int]]:
     plus one (Johnson et al., SIAM J. Comput. 3, 1974). Bit n of `rooms` says whether a row with n free tokens exists,
     so a shift finds the fullest row into which a document fits."""
     if len(lengths) and int(lengths.max()) > max_length:
-        raise ValueError(f"a document of {int(lengths.max())} tokens cannot go into rows of {max_length}")
+        raise ValueError(f"a document of {int(lengths.max())} tokens does not fit into rows of {max_length}")
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms = 0
@@ -81,7 +81,7 @@ class SampleOrder:
         self.epoch_size = int(self._whole.sum()) + sum(count for _, count in self._drawn)
         if self.epoch_size == 0:
             raise DataError(
-                f"an epoch holds no sample ({len(weights)} samples, weights sum to {weights.sum():g})",
+                f"an epoch has no samples ({len(weights)} samples, weights sum to {weights.sum():g})",
                 fix="add samples or raise the weight of a source",
             )
         self._end = None if epochs is None else self._samples_in(epochs)
@@ -176,7 +176,7 @@ def hold_out(
     if chosen.all():
         raise DataError(
             f"data.valid_fraction = {fraction:g} of {len(origins)} samples leaves nothing to train on",
-            fix="add samples, or give a validation set of its own in [[data.validation]]",
+            fix="add samples, or add separate validation data with [[data.validation]]",
         )
     return everything[~chosen], everything[chosen]
 

@@ -100,10 +100,10 @@ class Overlap:
         other = {"train": "training"}.get(self.other, self.other)
         more = "" if self.searched == 1 else f" (searched: {100 * self.searched:.0f} %)"
         if not self.exact and not self.near:
-            return f"{self.part}: none of {self.rows:,} rows is in the {other} data, exactly or nearly{more}"
+            return f"{self.part}: none of {self.rows:,} rows is equal or similar to a row of the {other} data{more}"
         return (
-            f"WARNING: {self.part}: {self.exact:,} of {self.rows:,} rows {'is' if self.exact == 1 else 'are'} in the "
-            f"{other} data, and {self.near:,} more nearly{more}"
+            f"WARNING: {self.part}: {self.exact:,} of {self.rows:,} rows {'is' if self.exact == 1 else 'are'} "
+            f"also in the {other} data; near-duplicates: {self.near:,}{more}"
         )
 
 

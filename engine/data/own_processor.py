@@ -48,17 +48,19 @@ class OwnProcessor(ImageProcessor):
         try:
             processor = _without_video(kind, stated, images, tokenizer)
         except ImportError as error:
-            raise EnvironmentProblem(f"{kind.__name__}: {error}", fix="install the package that it names") from error
+            raise EnvironmentProblem(
+                f"{kind.__name__}: {error}", fix="install the package named in the error"
+            ) from error
         except PROCESSOR_ERRORS as error:
             raise UsageError(
-                f"{kind.__name__} cannot be made with this tokenizer: {type(error).__name__}: {error}",
+                f"{kind.__name__} cannot be created with this tokenizer: {type(error).__name__}: {error}",
                 expected="the tokenizer that the model was published with",
                 fix="remove model.tokenizer, or train on text: remove the sources with images",
             ) from error
         token = getattr(processor, "image_token", None)
         ids = [] if token is None else processor.tokenizer(token, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
-            reason = f"marks the place of an image with {token!r}, which is not one token"
+            reason = f"marks images with {token!r}, which is not a single token"
             if token is None:
                 raise _refused(processor, reason)
             raise UsageError(
@@ -82,7 +84,7 @@ class OwnProcessor(ImageProcessor):
             part for token in plain for part in (self._expansion(*next(waiting)) if token == self.token_id else [token])
         ]
         if made["input_ids"][0].tolist() != ours:
-            raise _refused(self.processor, "writes an image differently beside other images")
+            raise _refused(self.processor, "writes an image differently if there are other images")
         return OwnProcessor(
             self.processor, "whole", self.token_id, 1, 1, files=self.files, has_types="mm_token_type_ids" in made
         )
@@ -97,7 +99,7 @@ class OwnProcessor(ImageProcessor):
         try:
             self._expansion(height, width)
         except PROCESSOR_ERRORS as error:
-            raise ValueError(f"the processor does not take {width} x {height} pixels: {error}") from error
+            raise ValueError(f"the processor does not support {width} x {height} pixels: {error}") from error
         return height, width
 
     def fingerprint_parts(self) -> list[str]:
@@ -228,6 +230,6 @@ def _blank(height: int, width: int) -> Any:
 def _refused(processor: Any, found: str) -> UsageError:
     return UsageError(
         f"{type(processor).__name__} {found}",
-        expected="a processor whose tokens for an image depend on its size alone",
+        expected="a processor whose tokens for an image depend only on its size",
         fix="choose another model.id, or train on text: remove the sources with images",
     )

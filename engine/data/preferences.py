@@ -99,7 +99,7 @@ def prompt_of(values: dict[str, Any]) -> Any:
     if more in (None, "") and not rounds:
         return prompt
     if not isinstance(prompt, str) or not isinstance(more or "", str):
-        return Dropped("input or history beside a prompt that is not text")
+        return Dropped("input or history with a prompt that is not text")
     question = "\n".join(part for part in (prompt, more) if part)
     if not rounds:
         return question
@@ -183,20 +183,20 @@ def other_objective(
     found = f"source {source.name}: the columns are {', '.join(rows.columns)}"
     if judged == "pairs":
         return DataError(
-            f'{found}, and method.objective = "dpo" learns from pairs',
-            expected="columns chosen and rejected, and perhaps prompt",
-            fix='name them in the source, such as columns = {chosen = "better", rejected = "worse"}'
+            f'{found}, but method.objective = "dpo" needs pairs',
+            expected="columns chosen and rejected, optionally prompt",
+            fix='set them in the source, such as columns = {chosen = "better", rejected = "worse"}'
             + ("; or, for answers with labels, add --set preference.loss=kto" if "label" in rows.columns else ""),
         )
     if judged == "unpaired":
         return DataError(
-            f'{found}, and preference.loss = "kto" learns from single answers with labels',
+            f'{found}, but preference.loss = "kto" needs single answers with labels',
             expected="columns prompt, completion and label (true or false); or chosen and rejected",
-            fix='name them in the source, such as columns = {completion = "answer", label = "good"}',
+            fix='set them in the source, such as columns = {completion = "answer", label = "good"}',
         )
     if "chosen" not in fields:
         return DataError(
-            f'{found}: answers with labels, and method.objective = "sft" imitates every answer',
+            f'{found}: answers with labels, but method.objective = "sft" trains on every answer',
             expected='method.objective = "dpo" with preference.loss = "kto"',
             fix="add --set method.objective=dpo --set preference.loss=kto",
         )
@@ -207,14 +207,14 @@ def other_objective(
     options = " ".join(f"--set {shlex.quote(option)}" for option in imitate)
     if table == "evaluate.sources":
         return DataError(
-            f"{found}: preferences, and the model is scored on answers",
+            f"{found}: preferences, but scoring needs answers",
             expected="prompts with completions, or conversations",
             fix=f"to score it on the chosen answers, add {options}",
         )
     return DataError(
-        f'{found}: preferences, and method.objective = "sft" imitates answers',
+        f'{found}: preferences, but method.objective = "sft" trains on answers',
         expected='method.objective = "dpo"',
-        fix=f"add --set method.objective=dpo; or, to imitate the chosen answers: {options}",
+        fix=f"add --set method.objective=dpo; or, to train on the chosen answers: {options}",
     )
 
 
@@ -225,13 +225,14 @@ def preference_notice(columns: Sequence[str], source: Source, format_name: str, 
         return None
     if {"chosen", "rejected"} <= set(columns):
         return (
-            f'source {source.name}: rows of preferences (chosen, rejected), which only method.objective = "dpo" learns '
-            f"from: {', '.join(read)} {'is' if len(read) == 1 else 'are'} read, and what is rejected has no effect"
+            f"source {source.name}: the rows are preferences (chosen, rejected), but only method.objective = "
+            f'"dpo" uses both: {", ".join(read)} {"is" if len(read) == 1 else "are"} read, and the rejected '
+            "answers have no effect"
         )
     if format_name == "prompt-completion" and "label" in columns:
         return (
-            f'source {source.name}: a column label beside prompt and completion, which only preference.loss = "kto" '
-            "learns from: every completion is imitated, whatever its label"
+            f'source {source.name}: the column label is only used by preference.loss = "kto"; training uses '
+            "every completion, whatever its label"
         )
     return None
 
@@ -287,9 +288,10 @@ class MismatchedData(TokenData):
         """Raises DataError for a single sample."""
         if len(data) < 2:
             raise DataError(
-                "KTO estimates how far the model is from its reference from prompts with the answers of other samples, "
-                f"and of {data.source_names[0] if data.source_names else 'the data'} one sample is left",
-                expected="two samples or more, in the training and in the held-out data",
+                "KTO estimates the distance to the reference model by pairing prompts with answers of other "
+                f"samples, but {data.source_names[0] if data.source_names else 'the data'} has only one sample "
+                "left",
+                expected="at least two samples, both in the training and in the held-out data",
             )
         super().__init__(
             data.columns,
@@ -346,7 +348,7 @@ def balance_notice(data: TokenData, recipe: Recipe) -> str | None:
     bad = len(data) - good
     found = f"{good:,} answers are desirable and {bad:,} undesirable"
     if not good or not bad:
-        return f"{found}: KTO learns from answers of both kinds"
+        return f"{found}: KTO needs both kinds of answers"
     ratio = asked.desirable_weight * good / (asked.undesirable_weight * bad)
     if FEWEST <= ratio <= MOST:
         return None

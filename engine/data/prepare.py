@@ -61,8 +61,8 @@ STORE_VERSION = "1"
 """Part of every fingerprint. Increase it when tokenising or the layout of the cached files changes."""
 
 FIRST_VERSION_NOTICE = (
-    "the run was started by an older version and keeps how that read its data: prompts and completions outside the "
-    "chat template, text files line by line"
+    "the run was started by an older version and keeps that version's format of the data: prompts and "
+    "completions without the chat template, text files line by line"
 )
 
 TABLES = {"train": "data.sources", "validation": "data.validation", "evaluation": "evaluate.sources"}
@@ -74,8 +74,9 @@ LOOKED_AT = 20
 """Rows of which columns are looked at that are not read."""
 
 ENDLESS = (
-    "WARNING: source {name}: {number:,} answers do not end with an end token, so the model does not learn to stop "
-    "there: the chat template writes none, and the model's generation_config.json does not name the next turn's marker"
+    "WARNING: source {name}: {number:,} answers do not end with an end token, so the model does not learn to "
+    "stop: the chat template writes none, and the model's generation_config.json does not list the next turn's "
+    "marker"
 )
 """What is said of answers that another turn follows."""
 
@@ -117,7 +118,7 @@ class _Tokenised(NamedTuple):
     counts: list[SourceCount]
     sources: list[Source]
     fingerprints: list[str]
-    """Hashes of everything that decides what is learned from these sources."""
+    """Hashes of everything that decides what these sources train."""
     contents: list[str]
     """A hash of each source's rows and format. It depends neither on the source's name nor on the tokenizer."""
     images: ImageReader | None
@@ -152,7 +153,7 @@ def prepare_data(
     tokeniser = Tokeniser(tokenizer, data, images, version=spec.data_version)
     sources = [source for source in data.sources if source.enabled]
     if not sources:
-        raise DataError("every source is switched off", fix="set enabled = true for one in [[data.sources]]")
+        raise DataError("every source is disabled", fix="set enabled = true for one in [[data.sources]]")
     found = _prepare_sources(spec, sources, tokeniser, "train", notify)
     fingerprints = found.fingerprints
     keys = [int(hash_text("split", str(seed), source.name)[:16], 16) for source in sources]
@@ -284,7 +285,7 @@ def prepare_sources(
     as `prepare_data` does."""
     enabled = [source for source in sources if source.enabled]
     if not enabled:
-        raise DataError("every source is switched off", fix="set enabled = true for one in [[evaluate.sources]]")
+        raise DataError("every source is disabled", fix="set enabled = true for one in [[evaluate.sources]]")
     tokeniser = Tokeniser(tokenizer, spec.recipe.data, images, version=spec.data_version)
     found = _prepare_sources(spec, enabled, tokeniser, "evaluation", notify)
     data = _view(found, np.arange(len(found.columns)), None)
@@ -372,7 +373,7 @@ def _require_samples(counts: Sequence[SourceCount], opened: Sequence[_Opened], t
     _locate_drops(counts, opened)
     _count_left_out(counts, opened)
     raise DataError(
-        f"no sample of the {part} data is left; dropped: {', '.join(drop_lines(counts))}",
+        f"no samples of the {part} data are left; dropped: {', '.join(drop_lines(counts))}",
         expected="at least one sample with a target token",
         fix=_fix_of_single_row(opened[0].rows, opened[0].source) or _way_to_keep(counts, tokeniser),
     )
@@ -397,12 +398,12 @@ def _notices(opened: _Opened, tokeniser: Tokeniser) -> list[str]:
     unread = [name for name in others if name.strip() and name not in " ".join(notices)]
     lost = [name for name in unread if name.lower() in PROMPT_COLUMNS and _adds_text(opened, name, read)]
     notices += [
-        f"{WARNING}source {source.name}: the column {name} is not read, and its text is not in the samples; if it is "
-        f'part of the prompt, name it in the source, such as columns = {{system = "{name}"}}'
+        f"{WARNING}source {source.name}: the column {name} is not used; if it is part of the prompt, set it in "
+        f'the source, such as columns = {{system = "{name}"}}'
         for name in lost
     ]
     if other := [name for name in unread if name not in lost]:
-        notices.append(f"source {source.name}: columns that are not read: {_listed(other)}")
+        notices.append(f"source {source.name}: unused columns: {_listed(other)}")
     if tokeniser.version < DATA_VERSION and not opened.format.has_images:
         now = recognise(columns, source, has_template=tokeniser.has_template)
         if ignored := sorted(set(now.fields.values()) - set(opened.format.fields.values())):
@@ -457,7 +458,7 @@ def _way_to_keep(counts: Sequence[SourceCount], tokeniser: Tokeniser) -> str:
     if reason.startswith(TOO_LONG):
         return "add --set data.over_length=truncate; or raise data.max_length"
     if reason == CUT_AWAY:
-        return "raise data.max_length: what is learned stands behind it"
+        return "raise data.max_length: all target tokens are beyond it"
     if reason == PYTHON_LIST:
         return "write the column as JSON, with pandas: frame[COLUMN] = frame[COLUMN].map(json.dumps)"
     if reason.startswith(REFUSAL) and tokeniser.refuses_system:
@@ -466,7 +467,7 @@ def _way_to_keep(counts: Sequence[SourceCount], tokeniser: Tokeniser) -> str:
         return "write the system turn's text into the user's first turn, or set another model.chat_template"
     if reason == f"{LEFT_OUT} {TOOL_CALL}":
         return "set model.chat_template to one that writes tool calls, such as that of a model that was trained on them"
-    return "correct these rows, or name other columns in the source"
+    return "correct these rows, or set other columns in the source"
 
 
 def _locate_drops(counts: Sequence[SourceCount], opened: Sequence[_Opened]) -> None:

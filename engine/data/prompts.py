@@ -66,7 +66,7 @@ class PromptTokens:
             # A system turn that the template leaves out goes into the first user turn, as in training.
             if folded is None or given is folded or contains(text, shown[0]["content"]):
                 return text
-        fix = "leave the system prompt out, or use --plain" if folded is not None else "use --plain"
+        fix = "leave out the system prompt, or use --plain" if folded is not None else "use --plain"
         raise DataError(str(refused), fix=fix) from refused
 
     def ids(self, messages: list[Message]) -> list[int]:
@@ -77,18 +77,21 @@ class PromptTokens:
         if not given:
             return ids
         if self.images is None or self.plain:
-            raise DataError(f"{self._label} takes no images", fix="ask without /image, or name a model that takes them")
+            raise DataError(
+                f"{self._label} does not support images",
+                fix="ask without /image, or choose a model that supports images",
+            )
         facts = facts_of(given, None, self.images)
         if isinstance(facts, Dropped):
             paths = ", ".join(str(reference.path) for reference in given)
-            raise DataError(f"{paths}: {facts.reason}", fix="name a picture that Pillow can open")
+            raise DataError(f"{paths}: {facts.reason}", fix="use an image that Pillow can open")
         placed = place_images((ids, [False] * len(ids)), facts[0], self.images)
         if isinstance(placed, Dropped):
             raise DataError(f"{self._label}: {placed.reason}", fix="ask without that text")
         if placed.count != len(given):
             raise DataError(
                 f"the chat template of {self._label} shows {placed.count} of {len(given)} images",
-                fix="set model.chat_template to the template that the model was published with",
+                fix="set model.chat_template to the model's original template",
             )
         return placed.row[0]
 
@@ -128,8 +131,8 @@ def _thinking(label: str, template: ChatTemplate | None, variables: Mapping[str,
     names |= {name for name in THINKING_SWITCHES if name in variables}
     if not names:
         raise UsageError(
-            f"--think: the chat template of {label} has no thinking to switch",
+            f"--think: the chat template of {label} has no switch for thinking",
             expected=f"a template that reads {' or '.join(THINKING_SWITCHES)}",
-            fix="leave --think out",
+            fix="leave out --think",
         )
     return dict.fromkeys(names, think)

@@ -75,12 +75,12 @@ IMAGE_COLUMNS = (
 
 NEEDS_BY_NAME = {
     "unpaired-preference": "prompt + completion + label, or messages + label",
-    "image-chat": "messages or conversations, beside image or images, or with images in their turns; "
-    "or image + prompt + completion",
-    "image-preference": "chosen, rejected and perhaps prompt, beside image or images, or with images in their turns",
-    "image-unpaired-preference": "prompt + completion + label, or messages + label, beside image or images, or with "
+    "image-chat": "messages or conversations with image or images, or with images in their turns; or image + prompt + "
+    "completion",
+    "image-preference": "chosen, rejected and optionally prompt, with image or images, or with images in their turns",
+    "image-unpaired-preference": "prompt + completion + label, or messages + label, with image or images, or with "
     "images in their turns",
-    "detection": "image + boxes, and labels where there are any",
+    "detection": "image + boxes, optionally labels",
 }
 """Columns of formats that are used only where a source names them, or its objective does; for messages."""
 
@@ -226,8 +226,8 @@ def _check_turn_names(format_name: str, source: Source) -> None:
     named = ["roles"] if source.roles else [f"columns.{name}" for name in source.columns if name in TURN_KEYS]
     if named and format_name in WITHOUT_TURNS:
         raise DataError(
-            f"source {source.name}: {named[0]} names parts of turns, and rows of the format {format_name} have none",
-            expected="rows of conversations for names of roles and of keys of turns",
+            f"source {source.name}: {named[0]} is for turns, but rows of the format {format_name} have none",
+            expected="rows with conversations",
             fix=f"remove {named[0]} from the source",
         )
 
@@ -268,12 +268,12 @@ def _mapped_columns(columns: Sequence[str], source: Source, known: set[str] | No
     for ours, theirs in columns_of_rows.items():
         if ours not in known:
             raise DataError(
-                f"source {source.name}: columns.{ours} is not one of our columns",
-                expected=f"{', '.join(sorted(known))}; of the turns of a conversation {', '.join(TURN_KEYS)}",
+                f"source {source.name}: columns.{ours} is not a known column",
+                expected=f"{', '.join(sorted(known))}; for turns of a conversation {', '.join(TURN_KEYS)}",
             )
         if theirs not in columns and theirs.partition(".")[0] not in columns:
             raise DataError(
-                f"source {source.name}: columns.{ours} = {theirs!r}, and there is no such column",
+                f"source {source.name}: columns.{ours} = {theirs!r}, but there is no such column",
                 expected=f"one of {', '.join(columns)}",
             )
     return columns_of_rows
@@ -320,7 +320,7 @@ EXAMPLES: dict[Judged, str] = {
     "pairs": 'chosen = "better", rejected = "worse"',
     "unpaired": 'completion = "answer", label = "good"',
 }
-"""Names of columns that a source might give, by what is learned from its rows."""
+"""Names of columns that a source might give, by what its rows train."""
 
 
 def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str], judged: Judged = None) -> DataError:
@@ -329,12 +329,12 @@ def _unclear(columns: Sequence[str], source: Source, fitting: Sequence[str], jud
     found = f"source {source.name}: the columns are {', '.join(columns) or 'none'}"
     if fitting:
         return DataError(
-            f"{found}, and fit {' and '.join(fitting)}",
+            f"{found}, which match {' and '.join(fitting)}",
             expected=f"one format ({needs})",
-            fix=f'say which: format = "{fitting[0]}"',
+            fix=f'set the format: format = "{fitting[0]}"',
         )
-    wanted = "no format" if source.format == "auto" else f'not format = "{source.format}"'
-    return DataError(f"{found}, and fit {wanted}", expected=needs, fix=_columns_to_name(columns, source, judged))
+    wanted = "no known format" if source.format == "auto" else f'not format = "{source.format}"'
+    return DataError(f"{found}, which match {wanted}", expected=needs, fix=_columns_to_name(columns, source, judged))
 
 
 def _columns_to_name(columns: Sequence[str], source: Source, judged: Judged) -> str:
@@ -344,11 +344,11 @@ def _columns_to_name(columns: Sequence[str], source: Source, judged: Judged) -> 
     meant = {known[name.lower()]: name for name in columns if name.lower() in known}
     if len(columns) == 1:
         (name,) = columns
-        return f'name it in the source, such as columns = {{text = "{name}"}}, or what is nested in it: "{name}.answer"'
+        return f'set it in the source, such as columns = {{text = "{name}"}}, or a nested field: "{name}.answer"'
     if not any(set(needs) <= set(meant) for needs in NEEDS.values()):
         named = f"name the columns in the source, such as columns = {{{EXAMPLES[judged]}}}"
         if (source.path or "").lower().endswith((".csv", ".tsv")):
-            return f"{named}; if the file's first line is a row, put a line with the names of the columns before it"
-        return f'{named}; what is nested has dots, such as "{columns[-1]}.answer"' if columns else named
+            return f"{named}; if the file's first line is a row, add a line with the column names before it"
+        return f'{named}; write nested fields with dots, such as "{columns[-1]}.answer"' if columns else named
     table = ", ".join(f'{ours} = "{theirs}"' for ours, theirs in meant.items())
     return f"add --set {shlex.quote(f'data.sources.{source.name}.columns={{{table}}}')}"

@@ -311,14 +311,14 @@ def split_name(source: Source) -> str:
     match = re.fullmatch(r"([\w.-]+)(?:\[[^\[\]]*\])?", source.split)
     if match is None:
         raise DataError(
-            f"source {source.name}: split {source.split!r} is not understood",
+            f"source {source.name}: split {source.split!r} is not a valid split",
             expected="a name, or a name with a slice, such as train, train[:1000] or train[10%:20%]",
         )
     return match[1]
 
 
 def no_rows(source: Source) -> DataError:
-    found = f"source {source.name}: {describe_source(source)} holds no rows"
+    found = f"source {source.name}: {describe_source(source)} has no rows"
     return DataError(found, fix="check the file and the split")
 
 

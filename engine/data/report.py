@@ -26,36 +26,38 @@ BARS = 12
 """Bars of a histogram."""
 
 CHAT_FACTS = {
-    "per_conversation": "conversations that are one row each: {:,}",
-    "per_turn": "conversations that are one row per assistant turn, as the chat template rewrites finished turns: {:,}",
-    "turn_rows": "rows of one assistant turn: {:,}",
-    "reshaped": "conversations given in the shape that the chat template reads (content as a list of parts, tool "
-    "arguments as objects or as text): {:,}",
-    "unprompted": "answers without the whole prompt of inference, as the chat template leaves a part of it, such as "
+    "per_conversation": "conversations rendered as one row each: {:,}",
+    "per_turn": (
+        "conversations rendered as one row per assistant turn, because the chat template rewrites finished turns: {:,}"
+    ),
+    "turn_rows": "rows with one assistant turn: {:,}",
+    "reshaped": "conversations converted to the structure that the chat template expects (content as a list of "
+    "parts, tool arguments as objects or text): {:,}",
+    "unprompted": "answers without the full inference prompt, because the chat template leaves part of it, such as "
     "the start of thinking, out of finished turns: {:,}",
-    "context_only": "answers that are context, without target tokens, as the chat template lets no conversation end "
-    "with them: {:,}",
-    "unclosed": "conversations without the end of sequence that the chat template writes behind their last turn, as a "
-    "generated answer ends before it: {:,}",
-    "from_pair": 'prompts and completions inside the chat template, which the source\'s template = "none" leaves '
-    "plain: {:,}",
-    "marked": "prompts and completions that carry the chat template's markers already, left as they are: {:,}",
+    "context_only": "answers used as context without target tokens, because the chat template does not allow a "
+    "conversation to end with them: {:,}",
+    "unclosed": "conversations without the end-of-sequence token that the chat template writes after the last turn, "
+    "because a generated answer ends before it: {:,}",
+    "from_pair": 'prompts and completions rendered with the chat template (template = "none" in the source keeps them '
+    "plain): {:,}",
+    "marked": "prompts and completions that already contain the chat template's markers, left unchanged: {:,}",
     "split": "documents longer than data.max_length, split into pieces: {:,}",
-    "pieces": "pieces of them: {:,}",
-    "system_folded": "system turns written at the start of the first user turn, as the chat template has none: {:,}",
-    "untrained": "answers that are context, without target tokens, as their message says (weight, train): {:,}",
-    "part_context": "answers with parts that are context, as they or their message say (weight, train, train_detail): "
-    "{:,}",
-    "asked": "turns of other roles than the assistant that ask to be learned (weight, train), and stay context: {:,}",
-    "stops_at_marker": "answers that end with the marker of the next turn, where the chat template writes no end and "
-    "the model stops at that marker: {:,}",
-    "dialogues": "pairs of whole dialogues, which stay plain text, with the answer behind the last label that both "
+    "pieces": "pieces: {:,}",
+    "system_folded": "system turns moved to the start of the first user turn, because the chat template has no "
+    "system turn: {:,}",
+    "untrained": "answers used as context without target tokens, as set in the message (weight, train): {:,}",
+    "part_context": "answers partly used as context, as set in the part or message (weight, train, train_detail): {:,}",
+    "asked": "turns of other roles marked for training (weight, train), which stay context: {:,}",
+    "stops_at_marker": "answers that end with the marker of the next turn, because the chat template writes no end "
+    "token and the model stops at that marker: {:,}",
+    "dialogues": "pairs of whole dialogues, kept as plain text, where the answer starts after the last label that both "
     "share: {:,}",
-    "rendered": "texts that begin or end with the tokenizer's own special tokens, which are not added again: {:,}",
-    "tools_wrapped": "conversations whose tools or tool calls are given to the chat template in the shape in which "
-    "servers give them: {:,}",
-    "tools_left_out": "conversations without their tools, which the chat template does not write: {:,}",
-    "thinking_left_out": "answers learned without their thinking, as the chat template leaves it out: {:,}",
+    "rendered": "texts that already begin or end with the tokenizer's special tokens, which are not added again: {:,}",
+    "tools_wrapped": "conversations whose tools or tool calls are converted to the structure used by inference "
+    "servers: {:,}",
+    "tools_left_out": "conversations without their tools, because the chat template does not write tools: {:,}",
+    "thinking_left_out": "answers trained without their thinking, because the chat template leaves it out: {:,}",
 }
 """How conversations are rendered (`SourceCount.chat`), and the sentence that reports it."""
 
@@ -177,21 +179,21 @@ def account_line(count: SourceCount) -> str:
     """Return what became of each row, column and token of a source, as one line."""
     dropped = sum(count.dropped.values())
     reasons = ", ".join(f"{number:,} x {reason}" for reason, number in count.dropped.items())
-    parts = [f"{count.kept:,} learned", f"{dropped:,} dropped" + (f" ({reasons})" if reasons else "")]
-    parts += [f"{count.unused:,} outside of limit and split"] if count.unused else []
+    parts = [f"{count.kept:,} kept", f"{dropped:,} dropped" + (f" ({reasons})" if reasons else "")]
+    parts += [f"{count.unused:,} outside limit and split"] if count.unused else []
     others = count.tokens - count.learned_tokens - count.context_tokens - count.lost_tokens
-    tokens = [f"{count.learned_tokens:,} learned", f"{count.context_tokens:,} prompt", f"{count.lost_tokens:,} cut"]
-    tokens += [f"{others:,} of rows dropped for other reasons"] if others else []
+    tokens = [f"{count.learned_tokens:,} target", f"{count.context_tokens:,} prompt", f"{count.lost_tokens:,} cut"]
+    tokens += [f"{others:,} in rows dropped for other reasons"] if others else []
     columns = f"columns read: {', '.join(count.columns_read) or 'none'}"
     if count.columns_not_read:
         columns += f"; not read: {', '.join(map(_not_read, count.columns_not_read))}"
     rows = f"{count.read + count.unused:,} rows in the file = {' + '.join(parts)}"
-    again = f"; {count.compared:,} rows are equal in a second reading" if count.compared else ""
+    again = f"; {count.compared:,} rows verified with a second reader" if count.compared else ""
     return f"{count.name}: {rows}; {columns}; {count.tokens:,} tokens in = {' + '.join(tokens)}{again}"
 
 
 def _not_read(column: str) -> str:
-    return f"{column} (which other trainers read)" if column.lower() in ELSEWHERE else column
+    return f"{column} (used by other trainers)" if column.lower() in ELSEWHERE else column
 
 
 def _source_lines(count: SourceCount, part: str) -> list[str]:
@@ -241,14 +243,14 @@ class Quality:
     def lines(self) -> list[str]:
         """Sentences for a terminal, warnings first."""
         lines = [
-            f"WARNING: no sample of {source.name} ends its answer with an end token: the model would not learn to stop"
+            f"WARNING: no answer in {source.name} ends with an end token: the model would not learn to stop"
             for source in self.sources
             if source.ended == 0.0
         ]
         lines.append(f"tokens lost to data.max_length = {self.max_length:,}: {self.lost_tokens:,}")
-        lines.append(f"padding, where each step's sequences are padded to its longest: {100 * self.padding:.1f} %")
+        lines.append(f"padding, with each step's sequences padded to the longest: {100 * self.padding:.1f} %")
         if self.packed_rows is not None:
-            lines.append(f"data.packing would give {self.packed_rows:,} sequences, {100 * self.packed_fill:.0f} % full")
+            lines.append(f"with data.packing: {self.packed_rows:,} sequences, {100 * self.packed_fill:.0f} % full")
         else:
             lines.append(f"sequences are {100 * self.packed_fill:.0f} % full")
         for source in self.sources:

@@ -30,7 +30,7 @@ from engine.data.records import ROW_TOO_LARGE, ROWS_AT_ONCE, Dropped, SourceRows
 from engine.errors import DataError
 
 BLOCKS = 8
-"""Blocks of rows that are compared: the first, the last, and others by chance."""
+"""Blocks of rows that are compared: the first, the last, and others at random."""
 
 FROM_BLOCK = 120
 """Rows of a block that are compared besides its first and last ones."""
@@ -81,8 +81,8 @@ def _difference(rows: SourceRows, name: str, place: str, what: str) -> DataError
         shutil.rmtree(kept) if kept.is_dir() else kept.unlink(missing_ok=True)
     return DataError(
         f"source {name}: {place}: {what}",
-        expected="rows that are equal in a second, plain reading of the file",
-        fix="start again: what the cache had of this file was removed; if it happens again, report this row",
+        expected="the same rows from a second, simple reader of the file",
+        fix="start again: the cached rows of this file were removed; if it happens again, report this row",
     )
 
 
@@ -241,7 +241,7 @@ def _element(value: Any) -> Any:
 
 
 def _parsed(text: bytes, *, strict: bool) -> Any:
-    """Return what JSON text means; None if it does not parse, or with `strict` where a key comes twice."""
+    """Return what JSON text means; None if it does not parse, or with `strict` where a key occurs twice."""
     try:
         return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_without_repeats if strict else None)
     except (ValueError, RecursionError):
@@ -255,7 +255,7 @@ def _marked(pairs: list[tuple[str, Any]]) -> Any:
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) < len(pairs):
-        raise ValueError("a key comes twice")
+        raise ValueError("a key occurs twice")
     return dict(pairs)
 
 

@@ -109,7 +109,7 @@ def _open_builtin(source: Source, seed: int) -> SourceRows:
     base = split_name(source)
     if source.path != "builtin:dates" or base not in ROWS:
         raise DataError(
-            f"source {source.name}: there is no {source.path} with split {source.split}",
+            f"source {source.name}: {source.path} has no split {source.split}",
             expected=f"builtin:dates with split {' or '.join(ROWS)}, or a slice of it such as train[:1000]",
         )
     rows = dates(seed, base)

@@ -69,7 +69,7 @@ def make_cache_folder(folder: Path) -> None:
 def _not_writable(folder: Path, error: OSError) -> EnvironmentProblem:
     return EnvironmentProblem(
         f"the cache folder {folder} cannot be written: {error.strerror}",
-        fix="make it writable, or set TUNEDECK_CACHE to a folder that is",
+        fix="make it writable, or set TUNEDECK_CACHE to a writable folder",
     )
 
 
@@ -237,7 +237,7 @@ def cached_store(entry: Path, build: Callable[[StoreWriter], None], notify: Call
             problem = damage(entry)
             if problem is None:
                 return _open(entry)
-            notify(f"the cached tokens are damaged ({problem}) and are built again")
+            notify(f"the cached tokens are damaged ({problem}) and will be rebuilt")
             shutil.rmtree(entry)
         _build(entry, build, notify)
         return _open(entry)
@@ -287,7 +287,7 @@ def _writer(draft: Path, notify: Callable[[str], None]) -> StoreWriter:
         draft.mkdir()
         writer = StoreWriter(draft)
     if writer.continued:
-        notify(f"goes on behind {writer.continued:,} rows that an earlier process tokenised")
+        notify(f"continuing after {writer.continued:,} rows that an earlier process tokenised")
     return writer
 
 

@@ -108,7 +108,7 @@ def _render_here(request: tuple[list[dict[str, Any]], dict[str, Any]]) -> Render
         with bounded(RENDER_CPU_SECONDS, RENDER_BYTES):
             result: Any = render_jinja_template([messages], **options)  # its annotation, str, is wrong in 5.23
     except jinja2.TemplateError as error:
-        return f"refuses it: {_shortened(error)}"
+        return f"rejects it: {_shortened(error)}"
     except TEMPLATE_ERRORS as error:
         if isinstance(error, MemoryError):
             _let_go(error)

@@ -18,7 +18,7 @@ def token_row(values: dict[str, Any]) -> TokenRecord | Dropped:
     """Return the tokens of a row and which of them are targets: those that labels and all masks learn, by default all.
     Tokens outside the attention mask are padding and left out.
 
-    Dropped: a column is not a list of whole numbers as long as input_ids, labels are other tokens, or positions or the
+    Dropped: a column is not a list of integers as long as input_ids, labels are other tokens, or positions or the
     attention mask show several documents.
     """
     columns = {name: _numbers(value) for name, value in values.items() if value is not None}
@@ -27,7 +27,7 @@ def token_row(values: dict[str, Any]) -> TokenRecord | Dropped:
     ids = columns["input_ids"] or []
     for name, numbers in columns.items():
         if numbers is None:
-            return Dropped(f"{name} is not a list of whole numbers")
+            return Dropped(f"{name} is not a list of integers")
         if len(numbers) != len(ids):
             return Dropped(f"{name} is not as long as input_ids")
     for name in ("attention_mask", *MASKS):

@@ -351,10 +351,10 @@ class Tokeniser:
             return Dropped("input_ids has a token that the tokenizer does not have")
         if wrong is not None:
             raise DataError(
-                f"source {where}: input_ids has the token {wrong:,}, and the tokenizer has 0 to {self.largest_id:,}",
+                f"source {where}: input_ids has the token {wrong:,}, but the tokenizer has 0 to {self.largest_id:,}",
                 expected="tokens of the model's own tokenizer",
-                fix="set model.tokenizer to the one that made these rows; or add --set data.broken=skip, which leaves "
-                "such rows out",
+                fix="set model.tokenizer to the one that produced these rows; or add --set data.broken=skip to "
+                "leave out such rows",
             )
         if all(record.targets):
             return self._pieces(list(record.ids), Counter())
@@ -413,7 +413,7 @@ class Tokeniser:
             if not starts:
                 raise DataError(
                     "the tokenizer changes a text when it adds special tokens to it",
-                    expected="special tokens only before and behind the text",
+                    expected="special tokens only before and after the text",
                     fix="use conversations with a chat template, which places its own special tokens",
                 )
             self._prefix = list(full[: starts[-1]])
@@ -431,7 +431,7 @@ class Tokeniser:
         end = self.tokenizer.eos_token_id
         if end is None:
             raise DataError(
-                "the tokenizer has no end-of-sequence token, so nothing could be learned about where to stop",
+                "the tokenizer has no end-of-sequence token, so the model could not learn where to stop",
                 fix="set eos_token in the tokenizer's tokenizer_config.json",
             )
         return int(end)

@@ -292,8 +292,8 @@ def _in_processes(rows: SourceRows, format_: Format, tokeniser: Tokeniser, worke
             yield from _in_order(pool, rows, workers * IN_FLIGHT_PER_WORKER, first)
         except BrokenProcessPool as error:
             raise EnvironmentProblem(
-                "a process that tokenises was killed, most often because host memory ran out",
-                fix="lower data.workers, or set it to 0; what was tokenised is kept",
+                "a tokenising process was killed, probably because host memory ran out",
+                fix="lower data.workers, or set it to 0; the tokens finished until now are kept",
             ) from error
 
 

@@ -136,8 +136,8 @@ class AllocationTracker:
         available = self.available_bytes
         free = available - self.allocated_bytes
         elsewhere = self.capacity_bytes - available
-        co_tenant = f" A co-tenant holds {format_bytes(elsewhere)}." if elsewhere else ""
-        planned = " This request was refused on purpose (fault injection)." if size_bytes <= free else ""
+        co_tenant = f" Another process holds {format_bytes(elsewhere)}." if elsewhere else ""
+        planned = " This allocation failed on purpose (fault injection)." if size_bytes <= free else ""
         requested, total, left = (format_bytes(size) for size in (size_bytes, self.capacity_bytes, max(free, 0)))
         error = torch.OutOfMemoryError(
             f"The metered (simulated) device is out of memory. Tried to allocate {requested} in {operation}. "
@@ -170,8 +170,8 @@ class AllocationTracker:
             self.host_allocations += is_new
             if is_new and self.host_allocations == self._host_fail_at:
                 raise RuntimeError(
-                    f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {storage.nbytes()} bytes. "
-                    "This host allocation was refused on purpose (fault injection)."
+                    f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {storage.nbytes()} "
+                    "bytes. This host allocation failed on purpose (fault injection)."
                 )
             entry = _TrackedStorage(storage, self._on_host_release)
             entry.key = storage._cdata

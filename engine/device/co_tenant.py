@@ -36,7 +36,7 @@ class SharedByteCount:
             raise EnvironmentProblem(
                 f"${CO_TENANT_VARIABLE} names {path}, which cannot be used: {error}",
                 expected=f"a file of {COUNT_BYTES} bytes",
-                fix=f"start the co-tenant first (python -m engine.device.co_tenant), or unset {CO_TENANT_VARIABLE}",
+                fix=f"start the other process first (python -m engine.device.co_tenant), or unset {CO_TENANT_VARIABLE}",
             ) from error
 
     @classmethod

@@ -45,8 +45,8 @@ def allocator_notices(wanted: str | None) -> list[str]:
     if not wanted or set(_parts(wanted)) <= set(_parts(present)):
         return []
     return [
-        f"torch's allocator runs with {present or 'its defaults'}, and the profile asks for {wanted}: memory can "
-        f"fragment more than planned; set {ALLOCATOR_VARIABLES[0]}={wanted} where the process is started"
+        f"torch's allocator uses {present or 'its defaults'}, but the profile sets {wanted}: memory can "
+        f"fragment more than planned; set {ALLOCATOR_VARIABLES[0]}={wanted} in the environment of the process"
     ]
 
 
@@ -110,8 +110,8 @@ class CudaDevice:
             return []
         self._cap(left_bytes)
         return [
-            f"the CUDA context and communicators take {_gib(missing_bytes)} more than device.reserve_gib leaves them; "
-            f"{_gib(left_bytes)} are left to train with"
+            f"the CUDA context and communicators take {_gib(missing_bytes)} more than device.reserve_gib; "
+            f"{_gib(left_bytes)} are left for training"
         ]
 
     def wait_until_idle(self) -> None:
@@ -165,7 +165,7 @@ class CudaDevice:
 
     def _note_refusal(self, reason: str) -> None:
         self.stop_pinning()
-        self.notices.append(f"no page-locked host memory is left ({reason}); copies to the card wait for it")
+        self.notices.append(f"no page-locked host memory is available ({reason}); copies to the GPU are slower")
 
     def stop_pinning(self) -> None:
         self._can_pin = False
@@ -249,8 +249,8 @@ def wait_for_card(synchronize: Callable[[], None], seconds: float | None) -> Non
         seconds,
         synchronize,
         lambda: StuckDeviceError(
-            f"work queued on the GPU has not ended after {seconds:.0f} s: a rank is missing in a collective, or a "
-            "kernel hangs",
+            f"work queued on the GPU has not finished after {seconds:.0f} s: a rank is missing in a "
+            "collective, or a kernel hangs",
             fix="the run continues from its last checkpoint",
         ),
     )
@@ -261,12 +261,12 @@ def _require_cuda() -> None:
         return
     if torch.version.cuda is None:
         raise EnvironmentProblem(
-            f"the profile asks for a CUDA device, but torch {torch.__version__} was built without CUDA",
+            f"the profile needs a CUDA device, but torch {torch.__version__} was built without CUDA",
             expected="a CUDA build of torch",
             fix="install one (https://pytorch.org/get-started), or run here with -p demo or a profile of kind cpu",
         )
     raise EnvironmentProblem(
-        "the profile asks for a CUDA device, but torch finds none",
+        "the profile needs a CUDA device, but torch finds none",
         expected="a visible NVIDIA GPU with a driver that supports CUDA " + torch.version.cuda,
         fix="see `tunedeck doctor` and CUDA_VISIBLE_DEVICES, or run here with -p demo or a profile of kind cpu",
     )
@@ -281,7 +281,7 @@ def choose_indices(asked: list[int], count: int, present: int) -> list[int]:
     missing = [index for index in indices if not 0 <= index < present]
     if missing or len(indices) < count:
         raise EnvironmentProblem(
-            f"devices {', '.join(map(str, indices))} were asked for; this machine has {present}",
+            f"devices {', '.join(map(str, indices))} were requested, but this machine has {present}",
             expected=f"{count} of the devices 0 to {present - 1}",
             fix="choose with --devices, or a profile with fewer devices",
         )
@@ -298,9 +298,9 @@ def check_free(reading: GpuReading, capacity_bytes: int) -> list[str]:
         raise DeviceBusyError(
             f"GPU {reading.index} ({reading.name}) is busy: {_gib(free_bytes)} of {_gib(reading.total_bytes)} is free; "
             f"held by {holders or 'processes that are not visible from here'}",
-            expected=f"{_gib(capacity_bytes)} free, the profile's memory minus its reserve",
-            fix="end those processes, wait with --wait SECONDS, choose another card with --devices, "
-            "or lower device.memory_gib in the profile",
+            expected=f"{_gib(capacity_bytes)} free (memory_gib of the profile minus its reserve)",
+            fix="end those processes, wait with --wait SECONDS, choose another GPU with --devices, or lower "
+            "device.memory_gib in the profile",
         )
     return [f"GPU {reading.index} is shared with {holders}"] if holders else []
 
@@ -310,7 +310,9 @@ def compare_size(table: DeviceTable, name: str, total_bytes: int) -> list[str]:
     # A tenth of a GiB of slack: drivers report slightly different totals for the same card.
     if table.memory_gib <= total_bytes / 2**30 + 0.1:
         return []
-    return [f"the profile says {table.memory_gib:g} GiB, but {name} has {_gib(total_bytes)}; the plan may be too large"]
+    return [
+        (f"the profile sets {table.memory_gib:g} GiB, but {name} has {_gib(total_bytes)}; the plan may be too large")
+    ]
 
 
 def _nvml_uuid(uuid: str) -> str:

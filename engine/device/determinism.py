@@ -50,7 +50,7 @@ def deterministic_kernels(on: bool, device_kind: str) -> Iterator[None]:
             raise
         raise UsageError(
             f"train.deterministic = true, but {operation[1]} has no deterministic kernel on this device",
-            fix="set train.deterministic = false: a resumed run then equals an uninterrupted one up to rounding",
+            fix="set train.deterministic = false; a resumed run then equals an uninterrupted one up to rounding",
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -81,7 +81,7 @@ def _require_fixed_workspace() -> None:
     raise EnvironmentProblem(
         f"train.deterministic = true, but {CUBLAS_VARIABLE}={found or '(not set)'}",
         expected=" or ".join(CUBLAS_SETTINGS),
-        fix=f"unset {CUBLAS_VARIABLE}, and start the run with tunedeck, which sets it",
+        fix=f"unset {CUBLAS_VARIABLE}; it is set when the run starts",
     )
 
 

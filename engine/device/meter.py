@@ -27,11 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from engine.device.allocation_tracker import AllocationTracker
 from engine.device.co_tenant import SharedByteCount
 
-NOTHING = "allocates nothing that outlives it"
+NOTHING = "does not allocate memory that outlives it"
 ONE = "returns one tensor"
 MANY = "returns several values"
 RESIZES = "may resize or swap the storage of a tensor it writes to"
-DECOMPOSE = "is made of other operations"
+DECOMPOSE = "consists of other operations"
 
 behaviours: dict[int, str] = {}
 """Keyed by `id` of the overload, as hashing one runs Python code; `_kept_alive` holds them so that no id is reused."""

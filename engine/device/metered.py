@@ -114,5 +114,5 @@ def open_metered(spec: RunSpec) -> MeteredDevice:
     co_tenant = SharedByteCount.open(Path(shared)) if shared else None
     device = MeteredDevice(spec.profile.device.capacity_bytes, co_tenant)
     if shared:
-        device.notices.append(f"the device is shared with the co-tenant that writes {shared} (${CO_TENANT_VARIABLE})")
+        device.notices.append(f"the device is shared with the process that writes {shared} (${CO_TENANT_VARIABLE})")
     return device

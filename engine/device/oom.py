@@ -271,7 +271,7 @@ def retry_on_oom(
     assert failure is not None
     raise MemoryExhaustedError(
         f"{'out of memory' if failure.kind == 'device' else 'host memory ran out'} in {phase}: {failure.text}",
-        fix="close other programs that hold memory, or use a profile with more of it",
+        fix="end other programs that hold memory, or use a profile with more memory",
     )
 
 

@@ -157,8 +157,8 @@ def describe_failures(failures: dict[int, ProcessFailure], size: int) -> str:
         return "; ".join(causes)
     silent = [str(rank) for rank in range(size) if rank in killed_by_agent or rank not in failures]
     if not silent:
-        return "the ranks lost each other: all of them were stopped for a while, or the network was"
-    return f"no answer from rank {' or '.join(silent)}, which is stopped or stuck"
+        return "the ranks lost their connection: all of them were suspended for a while, or the network was down"
+    return f"rank {' or '.join(silent)} does not respond: it is suspended or stuck"
 
 
 def _killed_by_agent(failures: dict[int, ProcessFailure]) -> set[int]:
@@ -173,11 +173,11 @@ def _killed_by_agent(failures: dict[int, ProcessFailure]) -> set[int]:
 
 def _manner(code: int) -> str:
     if code == -signal.SIGKILL:
-        return "was killed (SIGKILL; if nobody did that, the machine ran out of host memory: see dmesg)"
+        return "was killed (SIGKILL; if this was not done by hand, the machine ran out of host memory: see dmesg)"
     if code < 0:
-        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+        return f"was terminated by signal {-code} ({signal.Signals(-code).name})"
     if code == BEYOND_REPAIR_CODE:
-        return "reports a device that only a new process can use again"
+        return "reports a device error that requires a new process"
     return f"exited with {code}"
 
 

@@ -143,12 +143,12 @@ class Ranks:
                 if store.check([key]):
                     return json.loads(store.get(key))
                 if is_over:
-                    raise LostRankError("rank 0 has ended the run", fix="its journal says why")
+                    raise LostRankError("rank 0 has ended the run", fix="its journal has the reason")
                 before, signs = signs, store.add("alive", 0)
                 heard_at = time.monotonic() if signs != before else heard_at
                 if time.monotonic() - heard_at > self.patience_seconds:
                     raise LostRankError(
-                        f"rank 0 has given no sign of life for {self.patience_seconds:.0f} s: it is stopped or stuck",
+                        f"rank 0 has not responded for {self.patience_seconds:.0f} s: it is suspended or stuck",
                         fix="the run continues from its last checkpoint",
                     )
                 time.sleep(pause_seconds)

@@ -99,6 +99,6 @@ def _publish_name(store: Store, size: int, limit: timedelta) -> str:
                 store.set(f"answer/{word.decode()}", name)
                 answered.add(word)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not all of {size} ranks came within {limit.total_seconds():.0f} s")
+            raise RuntimeError(f"not all {size} ranks joined within {limit.total_seconds():.0f} s")
         time.sleep(POLL_SECONDS)
     return name

@@ -237,11 +237,11 @@ class ShardedModel:
         nothing.
 
         torch's own reset does not free the gradients of gathered weights, nor an all-gather that failed while its
-        result was copied out. LostRankError: recovery is not known for this torch; all ranks must restart.
+        result was copied out. LostRankError: recovery is unknown for this torch; all ranks must restart.
         """
         if not self.recovers:
             raise LostRankError(
-                f"memory ran out, and how sharded weights are put back in torch {torch.__version__} is not known",
+                f"memory ran out, and Tunedeck cannot restore sharded weights with torch {torch.__version__}",
                 expected=f"torch {' or '.join(KNOWN_TORCH)}",
                 fix="the run continues from its last checkpoint; a smaller train.micro_batch needs no recovery",
             )
@@ -270,7 +270,8 @@ class ShardedModel:
                 retry_on_oom(partial(self._join, due), "recover", device, report_retry)
             except MemoryExhaustedError as error:
                 raise LostRankError(
-                    f"memory ran out, and there is no room to take part in the rest of the micro-batch: {error}",
+                    "memory ran out, and this rank has no memory left to finish the micro-batch with the "
+                    f"others: {error}",
                     fix="the run continues from its last checkpoint",
                 ) from error
 

@@ -159,8 +159,8 @@ class WeightFiles:
         except (OSError, SafetensorError) as error:
             raise UsageError(
                 f"cannot read {name} in {path}: {error}",
-                expected="the safetensors file as it was when the run began to load it",
-                fix="download or export the model again, and start the run when that is done",
+                expected="the safetensors file as it was when loading began",
+                fix="wait until the download or export is complete, or repeat it, then start the run",
             ) from error
 
 
@@ -277,13 +277,17 @@ class WeightFiller:
 
     def summary(self) -> str:
         """On rank 0: how many bytes of weights came which way so far, and why not all were read from files."""
-        text = f"{format_bytes(self.read_bytes)} of weights read from files, by each rank its rows"
+        text = f"{format_bytes(self.read_bytes)} of weights read from files, where each rank reads its own rows"
         if not self.sent_bytes:
             return text
         text += f"; {format_bytes(self.sent_bytes)} sent by rank 0"
         if self._files.missing:
-            return f"{text}, because not all ranks find {self._files.missing[0]} as rank 0 does"
-        return text if self.read_bytes else f"{text}, because no weight is in memory as it is in a safetensors file"
+            return f"{text}, because not all ranks have the same {self._files.missing[0]} as rank 0"
+        return (
+            text
+            if self.read_bytes
+            else f"{text}, because no weight has the same layout in memory as in the safetensors files"
+        )
 
     def _before_sharding(self, modules: Sequence[nn.Module]) -> None:
         slots = list(_slots(modules, self._filled))

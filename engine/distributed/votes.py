@@ -40,7 +40,7 @@ def raising_lost_rank() -> Iterator[None]:
         if classify(error) or isinstance(error, torch.AcceleratorError):
             raise
         raise LostRankError(
-            f"another rank is gone, stopped or stuck: {str(error).splitlines()[0][:300]}",
+            f"another rank has ended, is suspended or is stuck: {str(error).splitlines()[0][:300]}",
             fix="the run continues from its last checkpoint",
         ) from error
 

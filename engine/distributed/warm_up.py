@@ -51,7 +51,7 @@ def warm_up(device: Device, seconds: float, group: dist.ProcessGroup | None = No
             run_each_collective(device.torch_device, group)
             device.synchronize()
 
-    within(seconds, run, lambda: LostRankError(f"not all ranks made their communicators within {seconds:.0f} s"))
+    within(seconds, run, lambda: LostRankError(f"not all ranks created their communicators within {seconds:.0f} s"))
 
 
 def run_each_collective(
@@ -84,8 +84,8 @@ def run_each_collective(
             wrong.append(kind)
     if wrong:
         raise EnvironmentProblem(
-            f"the {' and '.join(wrong)} of the ranks gives a wrong result",
-            expected="exact sums of small whole numbers",
+            f"the {' and '.join(wrong)} between the ranks gives a wrong result",
+            expected="exact sums of small integers",
             fix="see tunedeck doctor; NCCL_P2P_DISABLE=1 avoids transfers between GPUs that the host cannot isolate",
         )
     return seconds
@@ -170,15 +170,15 @@ def explain(error: BaseException) -> TunedeckError | None:
     text = str(error)
     if _SHARED_MEMORY.search(text) and "No space left on device" in text:
         return EnvironmentProblem(
-            "NCCL found no room in /dev/shm, through which the GPUs of a machine talk",
-            expected="some 10 MB for each pair of GPUs; containers often have 64 MB in all",
+            "NCCL has no space in /dev/shm, which the GPUs of a machine use to communicate",
+            expected="about 10 MB for each pair of GPUs; containers often have 64 MB in total",
             fix="docker run --shm-size=2g or --ipc=host, in Kubernetes an emptyDir of medium Memory at /dev/shm; "
-            "NCCL_SHM_DISABLE=1 works without it, slower",
+            "NCCL_SHM_DISABLE=1 works without it, but slower",
         )
     found = classify(error)
     if found is None or found.kind != "device":
         return None
     return MemoryExhaustedError(
-        f"no room on the device for the communicators of the ranks: {text.splitlines()[-1]}",
-        fix="raise device.reserve_gib in the profile, or close what else holds memory on the GPUs",
+        f"not enough device memory for the communicators of the ranks: {text.splitlines()[-1]}",
+        fix="raise device.reserve_gib in the profile, or end other processes that hold memory on the GPUs",
     )

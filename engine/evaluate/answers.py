@@ -165,7 +165,7 @@ FILLED = 0.97
 
 def planned_rows(spec: RunSpec, device: Device) -> Callable[[int], int]:
     """A function from a prompt's length in tokens to the answers that fit at once, 1 to GENERATION_ROWS; it measures
-    free memory. Always GENERATION_ROWS without a closed form of the architecture."""
+    free memory. Always GENERATION_ROWS without a memory formula of the architecture."""
     try:
         arch = from_config(model_config_dict(spec))
     except UnknownArchitectureError:
@@ -267,7 +267,7 @@ def load_fixed_prompts(spec: RunSpec, loaded: LoadedModel) -> FixedPrompts | Non
     longest = max(map(len, ids))
     if positions is not None and longest >= positions:
         raise DataError(
-            f"eval.prompts: a prompt has {longest} tokens, and the model has {positions} positions",
+            f"eval.prompts: a prompt has {longest} tokens, but the model has {positions} positions",
             fix="shorten the prompt",
         )
     return FixedPrompts(texts, ids)

@@ -44,8 +44,9 @@ def within_positions(settings: Generate, facts: Mapping[str, Any], data: TokenDa
     if settings.max_new_tokens <= room:
         return settings, None
     note = (
-        f"answers end after {room} tokens, not {settings.max_new_tokens} (generate.max_new_tokens): the model has "
-        f"{positions} positions, and the longest prompt takes {longest}; a lower data.max_length leaves more room"
+        f"answers are limited to {room} tokens, not {settings.max_new_tokens} (generate.max_new_tokens), "
+        f"because the model has {positions} positions and the longest prompt takes {longest}; a lower "
+        "data.max_length leaves more for answers"
     )
     return settings.model_copy(update={"max_new_tokens": room}), note
 

@@ -72,8 +72,8 @@ def checkpoints_to_score(place: RunDirectory, wanted: str | None) -> list[Checkp
         steps = ", ".join(str(checkpoint.step) for checkpoint in found)
         raise UsageError(
             f"{place.name} has no checkpoint {wanted or ''}".rstrip(),
-            expected=f"one of: {steps}, best, all" if found else "a run that has written one",
-            fix="" if found else f"train it further: tunedeck resume {typed_name(place).partition('/')[0]}",
+            expected=f"one of: {steps}, best, all" if found else "a run with a checkpoint",
+            fix="" if found else f"continue training: tunedeck resume {typed_name(place).partition('/')[0]}",
         )
     for checkpoint in chosen:
         problem = damage(checkpoint)
@@ -98,7 +98,7 @@ def weights_to_score(place: RunDirectory, wanted: str | None) -> list[tuple[int,
     refuse_removed(place, wanted or "", f"{place.name}@{wanted}")
     raise UsageError(
         f"{place.name} has no checkpoint {wanted}",
-        expected=f"the stage's result: {step}, or no --checkpoint at all",
+        expected=f"the stage's result: {step}, or no --checkpoint",
         fix="leave --checkpoint out",
     )
 
@@ -116,7 +116,7 @@ def score_run(
     """Score the checkpoints that `wanted` (`--checkpoint`) selects; returns (step, scores) for each.
 
     Scores go to the run's `evaluations.jsonl`. Answers and losses are kept as they are computed, so an interrupted
-    scoring of the same weights and samples continues. `base` also scores the starting model, as step 0. `overrides` are
+    scoring of the same weights and samples continues. `base` also scores the base model, as step 0. `overrides` are
     `--set` for keys of SCORING_KEYS; `scorer` is FILE.py:FUNCTION. `trusted`: this command line allows code of
     the model.
 
@@ -132,7 +132,7 @@ def score_run(
         fingerprint, tokens = data_fingerprint(data), tokens_hash(data)
         results = []
         for step, weights in chosen:
-            notify(f"scoring step {step}" if weights else "scoring the model that the run started from")
+            notify(f"scoring step {step}" if weights else "scoring the base model of the run")
             if weights is not None:
                 context.loaded.load_weights(weights)
             identity = weights_identity(spec, weights)
@@ -163,7 +163,7 @@ def write_answers_to_judge(
         count = min(len(prompts), spec.recipe.evaluate.limit or len(prompts))
         answers = {}
         for name, folder in ((BASE, None), (RUN, weights)) if base else ((RUN, weights),):
-            notify(f"answering {count:,} prompts as {'the starting model' if folder is None else f'step {step}'}")
+            notify(f"answering {count:,} prompts with {'the base model' if folder is None else f'step {step}'}")
             if folder is not None:
                 context.loaded.load_weights(folder)
             kept = _kept_in(place, spec, weights_identity(spec, folder), hash_text(tokens, "to judge"))
@@ -222,7 +222,7 @@ def with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
     refused = [text.partition("=")[0].strip() for text in overrides if not text.strip().startswith(SCORING_KEYS)]
     if refused:
         raise UsageError(
-            f"--set {', '.join(refused)}: a run is scored as it was trained",
+            f"--set {', '.join(refused)}: a run can only be scored with its own settings",
             expected="keys of [evaluate], [generate] and [[data.validation]]",
             fix="leave it out; to score a model with other settings: tunedeck eval MODEL -p PROFILE -r RECIPE",
         )
@@ -289,7 +289,7 @@ def _data_to_score_on(
     prepared = prepare_data(spec, tokenizer, images, notify=notify)
     if prepared.validation is None:
         raise DataError(
-            "there is no data to score on",
+            "the recipe has no data to score on",
             fix="add [[evaluate.sources]] or [[data.validation]] to the recipe, or set data.valid_fraction",
         )
     return prepared.validation
@@ -335,7 +335,7 @@ def _with_reference_of_start(
     recipe, limit = spec.recipe, spec.recipe.evaluate.limit
     if not (recipe.learns_preferences and recipe.preference.needs_reference) or context.references(data) is not None:
         return context
-    notify("computing the reference from the model that the run started from")
+    notify("computing reference log-probabilities with the base model")
     rows = (2 if data.in_pairs else 1) * limit if limit else len(data)
     known = {}
     with eval_mode(context.loaded.model):

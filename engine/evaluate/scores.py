@@ -24,7 +24,9 @@ from engine.model.decoder import eval_mode
 from engine.objectives.kto import answer_scores
 from engine.objectives.preference import pair_scores
 
-EXPECTED = "FILE.py:FUNCTION, a function of (answers, references), two lists of texts, that returns scores by name"
+EXPECTED = (
+    "FILE.py:FUNCTION, where the function takes (answers, references), two lists of texts, and returns scores by name"
+)
 
 
 def load_scorer(text: str) -> Scorer:
@@ -174,7 +176,7 @@ def _score_texts(result: Scores, answers: list[Answer], metrics: Sequence[str], 
     if scorer is not None:
         result.metrics |= scorer(texts, references)
     if "rouge" in chosen and lost_letters(references) > MOST_LOST:
-        result.notes.append("rouge sees the letters a to z alone, and the references have many others")
+        result.notes.append("rouge counts only the letters a to z, but the references contain many others")
 
 
 def _mean_loss(context: EvaluationContext, data: TokenData, rows: NDArray[np.int64], kept: KeptLosses) -> float:
@@ -204,9 +206,9 @@ def _pair_metrics(
     """Return the metrics of an objective of pairs over the first `count` sequences, and the loss of each source."""
     if context.preference is None:
         raise UsageError(
-            "the data are preferences, and the run did not learn from preferences",
+            "the data contains preferences, but the run was not trained on preferences",
             expected="prompts with completions, or conversations",
-            fix="name other sources, or columns of the chosen answers",
+            fix="choose other sources, or set the columns to those of the chosen answers",
         )
     policy, reference = sequence_log_probabilities(context, data, np.arange(count))
     metrics = pair_scores(context.preference, policy, reference, data.target_counts[:count])

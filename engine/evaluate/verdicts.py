@@ -38,7 +38,7 @@ NAMED = 3
 
 RUN, REFERENCE, BASE = "run", "reference", "base"
 """Whose answers: the run's, and those that they are compared with: of the data (of pairs the chosen ones, with labels
-the desirable ones), or of the model that the run started from."""
+the desirable ones), or of the base model."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PromptsToJudge:
         labelled = data.in_pairs or data.mismatched is not None
         self._rows = np.flatnonzero(data.desirable) if labelled else np.arange(len(data))
         if not len(self._rows):
-            raise DataError("no sample has a desirable answer", expected="held-out data with some")
+            raise DataError("no sample has a desirable answer", expected="held-out data with desirable answers")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -109,7 +109,7 @@ def read_verdicts(file: Path) -> dict[str, float]:
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise DataError(f"--verdicts {file}: {reason}", expected=f"a row a line: {ROW}") from error
+        raise DataError(f"--verdicts {file}: {reason}", expected=f"one row per line: {ROW}") from error
     found: dict[str, float] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -117,13 +117,13 @@ def read_verdicts(file: Path) -> dict[str, float]:
         name, winner = _verdict(line)
         if name is None or winner not in POINTS:
             told = "missing" if winner is None else repr(winner)
-            said = "no JSON object with an id" if name is None else f"winner is {told}"
+            said = "not a JSON object with an id" if name is None else f"winner is {told}"
             raise DataError(f"{file}:{number}: {said}", expected=ROW)
         if name in found:
             raise DataError(f"{file}:{number}: a second verdict on {name}", expected="one verdict for each id")
         found[name] = POINTS[winner]
     if not found:
-        raise DataError(f"--verdicts {file}: there are no verdicts", expected=f"a row a line: {ROW}")
+        raise DataError(f"--verdicts {file}: there are no verdicts", expected=f"one row per line: {ROW}")
     return found
 
 
@@ -144,22 +144,22 @@ def judged_set(place: RunDirectory, verdicts: Mapping[str, float]) -> JudgedSet:
     named = typed_name(place)
     again = f"tunedeck eval {named} --answers FILE"
     if not known:
-        raise DataError(f"no answers of {named} were written for a judge", fix=f"write them first: {again}")
+        raise DataError(f"{named} has no answers written for a judge", fix=f"write them first: {again}")
     judged = {name.rpartition("-")[0] for name in verdicts}
     most = max(known, key=lambda each: len(judged.intersection(each.ids)))
     extra = [name for name in verdicts if name.rpartition("-")[2] not in ORDERS]
     extra = [*extra, *(name for name in verdicts if name not in extra and name.rpartition("-")[0] not in most.ids)]
     if extra:
         raise DataError(
-            f"{len(extra):,} of {len(verdicts):,} verdicts are on no pair of answers of {named}: {_named(extra)}",
-            expected=f"ids of one file that was written by {again}",
+            f"{len(extra):,} of {len(verdicts):,} verdicts do not match a pair of answers of {named}: {_named(extra)}",
+            expected=f"ids from a single file written by {again}",
             fix="leave these rows out",
         )
     missing = [name for name in most.ids if name not in judged]
     if missing:
         raise DataError(
             f"{len(missing):,} of {len(most.ids):,} pairs have no verdict: {_named(missing)}",
-            expected="a verdict on each pair, in one order or in both",
+            expected="a verdict for each pair, in one order or both",
             fix=f"judge them, or write fewer answers: {again} --limit {len(most.ids) - len(missing)}",
         )
     return most
@@ -193,15 +193,15 @@ def score_verdicts(place: RunDirectory, file: Path) -> tuple[int, Scores]:
     metrics = {WINS: sum(values) / len(values), TIES: ties / len(values)}
     metrics |= {CONSISTENCY: agreeing / both} if both else {}
     low, high = bootstrap(values)
-    rival = "the reference answers" if judged.against == REFERENCE else "the model that the run started from"
+    rival = "the reference answers" if judged.against == REFERENCE else "the base model"
     notes = [
-        f"judged against {rival}: {100 * metrics[WINS]:.1f} % of {len(values):,} won "
-        f"(95 % interval {100 * low:.1f} % to {100 * high:.1f} %), "
-        f"{ties:,} ties among them as half; {both:,} judged in both orders, {both - agreeing:,} of these differently"
+        f"judged against {rival}: {100 * metrics[WINS]:.1f} % of {len(values):,} won (95 % interval "
+        f"{100 * low:.1f} % to {100 * high:.1f} %), with {ties:,} ties counted as half; {both:,} judged in "
+        f"both orders, {both - agreeing:,} of them inconsistently"
     ]
     if both < len(values):
         notes.append(
-            f"{len(values) - both:,} were judged in one order: a judge that prefers a place is not averaged out"
+            f"{len(values) - both:,} were judged in one order only, so a position bias of the judge is not averaged out"
         )
     scores = Scores(metrics, count=len(values), notes=notes, values={WINS: values})
     # Win rates against different rivals are no scores of one kind: the settings tell them apart.

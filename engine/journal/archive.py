@@ -54,7 +54,7 @@ def export_run(run: RunDirectory, target: Path, *, weights: bool) -> tuple[int, 
     in bytes, and the files that are left out because they are links that leave the run's folder. Raises UsageError
     (`target` exists, or such a link among the weights), EnvironmentProblem (it cannot be written)."""
     if target.exists():
-        raise UsageError(f"{target} exists already", fix="name another file with --out, or remove it")
+        raise UsageError(f"{target} already exists", fix="choose another file with --out, or remove it")
     left_out: list[str] = []
     try:
         with held_draft(target) as draft:
@@ -64,14 +64,14 @@ def export_run(run: RunDirectory, target: Path, *, weights: bool) -> tuple[int, 
                     left_out += _pack(archive, part, run, place, weights=weights)
             if not run.exists():  # the files of a folder that is gone look like files that were never there
                 raise EnvironmentProblem(
-                    f"{run.path} was moved or removed while it was exported", fix="export it again from its new place"
+                    f"{run.path} was moved or removed while it was exported", fix="export it again from its new path"
                 )
             os.link(draft, target)
     except FileExistsError as error:
-        raise UsageError(f"{target} exists already", fix="name another file with --out") from error
+        raise UsageError(f"{target} already exists", fix="choose another file with --out") from error
     except OSError as error:
         raise EnvironmentProblem(
-            f"{target} cannot be written: {error.strerror or error}", fix="name another file with --out"
+            f"{target} cannot be written: {error.strerror or error}", fix="choose another file with --out"
         ) from error
     return target.stat().st_size, left_out
 
@@ -79,7 +79,7 @@ def export_run(run: RunDirectory, target: Path, *, weights: bool) -> tuple[int, 
 def _pack(archive: zipfile.ZipFile, part: RunDirectory, run: RunDirectory, place: str, *, weights: bool) -> list[str]:
     """Write the run, or a stage of it, into the archive's folder `place`; return the files that are left out."""
     if not is_inside(part.run_toml, run.path):
-        raise UsageError(f"{part.run_toml} is a link that leaves the run's folder", fix="export its target")
+        raise UsageError(f"{part.run_toml} links to a path outside the run's folder", fix="export its target")
     archive.writestr(place + RUN_TOML, dump_run_spec(without_destinations(load_run_spec(part.run_toml))))
     for file in _files_of(part, weights=weights):
         packed = zipfile.ZIP_STORED if file.suffix == ".safetensors" else zipfile.ZIP_DEFLATED
@@ -114,15 +114,16 @@ def import_run(source: Path, runs_dir: Path) -> RunDirectory:
     try:
         file = open_regular(source)
     except FileNotFoundError as error:
-        raise UsageError(f"there is no file {source}", expected="a file that tunedeck export wrote") from error
+        raise UsageError(f"{source} does not exist", expected="a file that tunedeck export wrote") from error
     except OSError as error:
-        raise UsageError(f"{source} cannot be read: {error.strerror}", expected="a file that you may read") from error
+        raise UsageError(f"{source} cannot be read: {error.strerror}", expected="a readable file") from error
     try:
         with file, making_runs(runs_dir):
             return _unpack_run(file, source, runs_dir)
     except OSError as error:
         raise EnvironmentProblem(
-            f"{source} cannot be imported: {error.strerror or error}", fix="choose a folder with room: --runs DIR"
+            f"{source} cannot be imported: {error.strerror or error}",
+            fix="choose a folder with enough space: --runs DIR",
         ) from error
 
 
@@ -180,7 +181,7 @@ class _BoundedFile(io.RawIOBase):
         try:
             return self._file.seek(offset, whence)
         except OSError as error:
-            raise ValueError(f"no place {offset} in the file") from error
+            raise ValueError(f"offset {offset} is outside the file") from error
 
     def tell(self) -> int:
         return self._file.tell()
@@ -207,22 +208,22 @@ def _checked(archive: zipfile.ZipFile, source: Path) -> tuple[str, list[tuple[Pu
     members = [member for member in archive.infolist() if not member.filename.endswith("/")]  # is_dir() needs a name
     names = {member.filename.partition("/")[0] for member in members}
     if len(names) != 1:
-        raise _refusal(source, "not one run's folder")
+        raise _refusal(source, "it does not contain exactly one run")
     name = names.pop()
     if not RUN_NAME.fullmatch(name) or name == LAST:
-        raise _refusal(source, f"{name!r} is not a run's name")
+        raise _refusal(source, f"{name!r} is not the name of a run")
     if any(member.compress_type not in METHODS for member in members):
-        raise _refusal(source, "a file in it is compressed in a way that export does not use")
+        raise _refusal(source, "a file in it uses a compression that export does not use")
     found = [(_path_in_run(member, source), member) for member in members]
     paths = [str(path).casefold() for path, _ in found]
     folders = {str(parent).casefold() for path, _ in found for parent in path.parents}
     if len(set(paths)) < len(paths) or RUN_TOML not in paths:
-        raise _refusal(source, "a file twice" if RUN_TOML in paths else "no run.toml")
+        raise _refusal(source, "it contains a file twice" if RUN_TOML in paths else "it has no run.toml")
     if both := folders.intersection(paths):
-        raise _refusal(source, f"{min(both)!r} is a file and a folder")
+        raise _refusal(source, f"{min(both)!r} is both a file and a folder")
     size = sum(member.file_size for path, member in found if not _is_weight(path))
     if size > MAX_BYTES:
-        raise _refusal(source, f"{size / 2**30:.1f} GiB beside weights, more than {MAX_BYTES / 2**30:g}")
+        raise _refusal(source, f"{size / 2**30:.1f} GiB without weights, more than {MAX_BYTES / 2**30:g}")
     size = sum(member.file_size for _, member in found)
     if size > MAX_BYTES + MAX_RATIO * source.stat().st_size:
         raise _refusal(source, f"it unpacks to {size / 2**30:.0f} GiB")
@@ -237,7 +238,7 @@ def _path_in_run(member: zipfile.ZipInfo, source: Path) -> PurePosixPath:
     sizes = [len(part.encode()) for part in parts]
     too_long = max(sizes, default=0) > MOST_NAME_BYTES or sum(sizes) + len(sizes) > MOST_PATH_BYTES
     if not known or too_long or not all(map(PART.fullmatch, parts)) or mode not in (0, stat.S_IFREG):
-        raise _refusal(source, f"{member.filename[:200]!r} is no file of a run")
+        raise _refusal(source, f"{member.filename[:200]!r} does not belong to a run")
     return PurePosixPath(*parts)
 
 
@@ -261,5 +262,7 @@ def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path, sou
 
 def _refusal(source: Path, why: str) -> UsageError:
     return UsageError(
-        f"{source} is no exported run: {why}", expected="a file that tunedeck export wrote", fix="export the run again"
+        f"{source} is not an exported run: {why}",
+        expected="a file that tunedeck export wrote",
+        fix="export the run again",
     )

@@ -45,7 +45,7 @@ def create_chat(runs_dir: Path, asked: dict[str, Any]) -> RunDirectory:
             draft.rename(folder)
     except OSError as error:
         raise EnvironmentProblem(
-            f"no chat can be kept in {folder.parent}: {error.strerror or error}",
+            f"the chat cannot be stored in {folder.parent}: {error.strerror or error}",
             fix="choose another folder with --runs DIR or $TUNEDECK_RUNS",
         ) from error
     return RunDirectory(folder.absolute())
@@ -56,7 +56,7 @@ def read_asked(directory: RunDirectory) -> dict[str, Any]:
     try:
         return read_table(directory.path / CHAT_FILE)
     except (OSError, ValueError) as error:
-        raise DataError(f"{directory.path / CHAT_FILE} cannot be read: {error}", fix="begin a new chat") from error
+        raise DataError(f"{directory.path / CHAT_FILE} cannot be read: {error}", fix="start a new chat") from error
 
 
 def list_chats(runs_dir: Path) -> list[RunDirectory]:
@@ -77,7 +77,7 @@ def is_answering(directory: RunDirectory) -> bool:
 def send_request(directory: RunDirectory, name: str, **fields: Any) -> None:
     """Raises ValueError for an unknown name, OSError where the folder cannot be written."""
     if name not in REQUESTS:
-        raise ValueError(f"no such request: {name!r}; known: {', '.join(REQUESTS)}")
+        raise ValueError(f"unknown request {name!r}; known: {', '.join(REQUESTS)}")
     path = next_request_file(directory.control, name)
     write_atomically(path, json.dumps({"request": name, **fields}) + "\n")
 
@@ -311,7 +311,7 @@ def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
         with path.open("ab+", buffering=0) as file:
             _append_whole(file, "".join(lines).encode())
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}", fix="name another file") from error
+        raise DataError(f"{path} cannot be written: {error.strerror}", fix="choose another file") from error
     return len(lines)
 
 

@@ -134,14 +134,14 @@ def _listed(checkpoint: Checkpoint) -> dict[str, tuple[int, str]]:
     """Size and SHA-256 of each file in the manifest. Raises OSError, or ValueError for another shape than that."""
     files = read_table(checkpoint.path / MANIFEST).get("files")
     if not isinstance(files, dict) or not files:
-        raise ValueError("it has no table of files")
+        raise ValueError("it has no list of files")
     listed: dict[str, tuple[int, str]] = {}
     for name, facts in files.items():
         match facts:
             case {"size": int(size), "sha256": str(sha256)} if _is_inside(name):
                 listed[name] = size, sha256
             case _:
-                raise ValueError(f"{name[:80]!r} is no file of it with size and sha256")
+                raise ValueError(f"{name[:80]!r} has no size and sha256")
     return listed
 
 

@@ -162,14 +162,14 @@ def _warnings(summaries: Sequence[RunSummary], settings: dict[str, list[Any]]) -
     warnings = []
     evaluation_keys = ("data.validation.", "data.valid_fraction", "eval.limit")
     if any(key.startswith(evaluation_keys) for key in settings):
-        warnings.append("the runs were not evaluated on the same samples, so their scores do not compare")
+        warnings.append("the runs were evaluated on different samples, so their scores cannot be compared")
     if any(map(_sets_objective, settings)):
-        warnings.append("the runs have different objectives, so their losses and rewards do not compare")
+        warnings.append("the runs have different objectives, so their losses and rewards cannot be compared")
     if len({summary.simulated for summary in summaries}) > 1:
-        warnings.append("some runs were on a simulated device, so speed and memory do not compare")
+        warnings.append("some runs used a simulated device, so speed and memory cannot be compared")
     unfinished = [summary.run for summary in summaries if summary.status != "done"]
     if unfinished and len({summary.step for summary in summaries}) > 1:
-        warnings.append(f"not done, so compared at different steps: {', '.join(unfinished)}")
+        warnings.append(f"not finished, so compared at different steps: {', '.join(unfinished)}")
     return warnings
 
 
@@ -177,10 +177,10 @@ LABELS = {
     "loss": "evaluation loss",
     "train_loss": "training loss",
     "tokens_per_second": "tokens/s",
-    "seconds": "time in all starts",
+    "seconds": "total time of all starts",
     "peak_bytes": "peak memory",
     "step": "steps",
-    "backoffs": "out of memory, times",
+    "backoffs": "out-of-memory events",
     "samples_lost": "samples lost",
 }
 """Names of scores that are not their keys with spaces for underscores."""
@@ -206,7 +206,7 @@ def comparison_rows(found: Comparison, metric: str | None = None) -> Iterator[Co
 
 
 def setting_rows(found: Comparison) -> Iterator[CompareRow]:
-    yield CompareRow("settings that differ" if found.settings else "no setting differs")
+    yield CompareRow("settings that differ" if found.settings else "all settings are the same")
     for key, values in found.settings.items():
         yield CompareRow(clean(key), [format_setting(value) for value in values])
 
@@ -312,7 +312,7 @@ def parse_condition(text: str) -> Condition:
     if found is None:
         raise UsageError(
             f"--fail-if {text!r} is not a condition",
-            expected="METRIC < NUMBER or METRIC > NUMBER, of the change from the reference; a % sign may follow",
+            expected="METRIC < NUMBER or METRIC > NUMBER, the change from the reference; NUMBER may end with %",
             fix='--fail-if "exact_match < -1%"',
         )
     metric, sign, number, percent = found.groups()
@@ -323,7 +323,7 @@ def failures(directories: Sequence[RunDirectory], conditions: Sequence[Condition
     """The conditions that are true of a run's change over `against`, a run's name or "base".
 
     Where the bound tolerates a loss and the score has a 95 % interval, a change whose interval includes 0 may be chance
-    and fails nothing. Raises UsageError if a score of the reference or of every run is not known on the same samples.
+    and fails nothing. Raises UsageError if a score of the reference or of every run is unknown on the same samples.
     """
     found = []
     for condition in conditions:
@@ -347,7 +347,7 @@ def _fails(condition: Condition, row: Gain, reference: float) -> bool:
 
 def _failure_sentence(condition: Condition, row: Gain, compared: Gains) -> str:
     value, reference = (format_score(condition.metric, each) for each in (row.value, compared.reference))
-    text = f"{row.run}: {condition.metric} is {value}, and {compared.against} has {reference}"
+    text = f"{row.run}: {condition.metric} is {value}; {compared.against} has {reference}"
     if row.low is None or row.high is None:
-        return f"{text} (no interval: the values of single samples are not known)"
+        return f"{text} (no interval: there are no values per sample)"
     return f"{text} (95 % interval of the gain {row.low:+.4g} to {row.high:+.4g})"

@@ -54,7 +54,7 @@ def send_request(directory: RunDirectory, name: str, **fields: Any) -> None:
     """Send a request as a file, which unlike a signal reaches an engine on another machine that shares the disk. Raises
     ValueError for an unknown name, OSError on a full disk."""
     if name not in REQUESTS:
-        raise ValueError(f"no such request: {name!r}; known: {', '.join(REQUESTS)}")
+        raise ValueError(f"unknown request {name!r}; known: {', '.join(REQUESTS)}")
     directory.control.mkdir(exist_ok=True)
     path = next_request_file(directory.control, name)
     write_atomically(path, json.dumps({"request": name, "time": utc_now(), "fields": fields}) + "\n")

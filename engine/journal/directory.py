@@ -174,7 +174,7 @@ class HeldRunDirectory(RunDirectory):
 
     def __init__(self, path: Path) -> None:
         """Raises EnvironmentProblem if there is no such folder."""
-        fix = "start the run again; move a folder back only after its engine has ended"
+        fix = "start the run again; do not move a folder while its engine runs"
         object.__setattr__(self, "_held", HeldFolder(path, "the run's folder", fix))
 
     @property
@@ -311,8 +311,8 @@ def create_run_directory(runs_dir: Path, name: str, run_toml_text: str, plan: di
     except OSError as error:
         raise EnvironmentProblem(
             f"no run directory can be created in {runs_dir}: {error.strerror or error}",
-            expected="a writable folder on a disk with room",
-            fix="choose another with --runs DIR or $TUNEDECK_RUNS",
+            expected="a writable folder on a disk with enough space",
+            fix="choose another folder with --runs DIR or $TUNEDECK_RUNS",
         ) from error
     keep_limits(made.run_toml, run_toml_text)
     return made

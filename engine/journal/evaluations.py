@@ -68,12 +68,12 @@ def scoring(directory: RunDirectory, notify: Callable[[str], None]) -> Iterator[
             try:
                 held.enter_context(locked(path, timeout_seconds=0))
             except TimeoutError:
-                notify("another process scores this run; waiting for it")
+                notify("another process is scoring this run; waiting for it")
                 held.enter_context(locked(path))
         except OSError as error:
             raise EnvironmentProblem(
                 f"the scores of {directory.name} cannot be written: {error.strerror}",
-                fix="make the run directory writable, or copy it to a place that is",
+                fix="make the run directory writable, or copy it to a writable folder",
             ) from error
         yield
 

@@ -16,8 +16,8 @@ REMEDY_TEXTS = {
     "chunk_loss": "the loss is computed in smaller chunks from now on, and {what} is redone",
     "tile_mlp": "feed-forward blocks are computed in smaller pieces from now on, and {what} is redone",
     "activation_offload": "activations are kept in host memory from now on, and {what} is redone",
-    "max_length": "longer sequences are truncated from now on, which the recipe allows and which changes what is "
-    "learned; {what} is redone",
+    "max_length": "longer sequences are truncated from now on, which the recipe allows and which changes the training "
+    "result; {what} is redone",
     "optimizer_offload": "optimizer state moves to host memory, and {what} is redone",
     "stop": "no remedy that backoff.ladder allows is left; the run {ends}",
     "give_up": "no remedy that backoff.ladder allows is left; the run {ends}",
@@ -30,8 +30,8 @@ PHASE_NAMES = {
     "optimizer": "the optimizer step",
     "evaluate": "evaluation",
     "generate": "generation",
-    "probe_forward": "the probe's forward pass",
-    "probe_backward": "the probe's backward pass",
+    "probe_forward": "the forward pass of the memory test",
+    "probe_backward": "the backward pass of the memory test",
 }
 """Phases of a step whose own name a user would not understand."""
 
@@ -39,9 +39,9 @@ RETRIED_PARTS = {
     "evaluation": "the evaluation",
     "evaluate": "that part of the evaluation",
     "generate": "that part of the evaluation",
-    "probe": "the probe",
-    "probe_forward": "the probe",
-    "probe_backward": "the probe",
+    "probe": "the memory test",
+    "probe_forward": "the memory test",
+    "probe_backward": "the memory test",
     "loading": "loading",
 }
 """What is redone after an out-of-memory error, by the phase's first word; by default the step."""
@@ -187,7 +187,7 @@ def ends_text(event: Event) -> str:
 
 
 def _checkpoint(event: Event) -> str:
-    best = ", the best so far" if event.get("best") else ""
+    best = ", the best until now" if event.get("best") else ""
     size, seconds = format_bytes(event["size_bytes"]), event["save_seconds"]
     return f"step {event['step']}: checkpoint saved ({size}, {seconds:.1f} s{best})"
 
@@ -282,7 +282,7 @@ def _proof(event: Event) -> str | None:
     """None if the proof (a comparison of a fast computation with its reference) passed."""
     if event["passed"] is not False:
         return None
-    return f"proof of {event['name']} failed: {event['detail']}; instead: {event['fallback']}"
+    return f"check of {event['name']} failed: {event['detail']}; fallback: {event['fallback']}"
 
 
 EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str | None]] = {
@@ -292,7 +292,7 @@ EVENT_DESCRIPTIONS: dict[str, Callable[[Event], str | None]] = {
     "micro_batch": _micro_batch,
     "eval": _eval,
     "backoff": describe_backoff,
-    "remedy_lifted": lambda event: f"step {event['step']}: memory is available again: {event['remedy']} lifted",
+    "remedy_lifted": lambda event: f"step {event['step']}: memory is available again; {event['remedy']} was reverted",
     "checkpoint_saved": _checkpoint,
     "oom_report": lambda event: f"out-of-memory report: {event['path']}",
     "warning": _warning,

@@ -255,10 +255,10 @@ def until_there_is_room(
                 raise
             if interrupted():
                 raise EnvironmentProblem(
-                    "the disk is full, and the run was asked to end while it waited for room",
-                    fix="make room, then go on from the last checkpoint: tunedeck resume RUN",
+                    "the disk is full, and the run was stopped while it waited for free space",
+                    fix="free some space, then continue from the last checkpoint: tunedeck resume RUN",
                 ) from error
-            log.warning("the disk is full (%s); waiting for room", error.filename or "events.jsonl")
+            log.warning("the disk is full (%s); waiting for free space", error.filename or "events.jsonl")
         if not warned:
             on_full()
             warned = True
@@ -286,11 +286,13 @@ class Journal:
 
     def warn_of_full_disk(self) -> None:
         """Write a warning that the run waits for disk space. If not even that fits, only engine.log has it."""
-        fix = "make room and the run goes on by itself; or stop it, and resume later"
+        fix = "free some space, and the run continues; or stop it and resume later"
         if self.writer is None:
             return
         try:
-            self.writer.write("warning", code="disk_full", text="the disk is full: the run waits for room", fix=fix)
+            self.writer.write(
+                "warning", code="disk_full", text="the disk is full; the run waits for free space", fix=fix
+            )
         except OSError as error:
             if error.errno not in FULL_DISK:
                 raise

@@ -174,7 +174,7 @@ def read_table(path: Path, *, finite: bool = True) -> dict[str, Any]:
     """The JSON object in a small file. Raises OSError or ValueError for anything else, and if `finite` for NaN."""
     found = decode_json(read_bounded(path), finite=finite)
     if not isinstance(found, dict):
-        raise ValueError(f"a table was expected, not {type(found).__name__}")
+        raise ValueError(f"expected a table, not {type(found).__name__}")
     return found
 
 
@@ -189,7 +189,7 @@ def decode_json(data: bytes, *, finite: bool = True) -> Any:
 
 def _bounded_whole(text: str) -> int:
     if len(text) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(text)} digits")
+        raise ValueError(f"a number has {len(text)} digits")
     return int(text)
 
 

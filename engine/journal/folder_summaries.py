@@ -104,8 +104,8 @@ def runs_of_sweep(sweep_id: str, runs: Collection[RunDirectory], summaries: Fold
     found = [run for run in runs if sweep_id and summaries.of(run).sweep == sweep_id]
     if not found:
         raise UsageError(
-            f"no runs of a sweep {sweep_id!r}",
-            expected="sweep:ID as the start of the sweep printed it",
+            f"no runs belong to sweep {sweep_id!r}",
+            expected="sweep:ID as printed at the start of the sweep",
             fix="tunedeck runs",
         )
     return found
@@ -128,6 +128,6 @@ def _read(file_path: Path) -> dict[str, tuple[FileStamp, RunSummary]]:
 def _summary(row: dict[str, Any]) -> RunSummary:
     """Raises ValueError for other fields."""
     if row.keys() != FIELDS:
-        raise ValueError("other fields than those of a summary")
+        raise ValueError("its fields are not those of a summary")
     best = row.pop("best")
     return RunSummary(**row, best=None if best is None else BestEvaluation(*best))

@@ -36,7 +36,7 @@ def read_record(directory: RunDirectory, name: str) -> Record:
         return Record()
     except (ValueError, TypeError) as error:
         raise EnvironmentProblem(
-            f"{path} cannot be read: {error}", fix="remove it; the tracker then gets every event again"
+            f"{path} cannot be read: {error}", fix="remove it; all events are then sent to the tracker again"
         ) from error
 
 

@@ -38,7 +38,7 @@ def move_to_trash(directory: RunDirectory) -> Path:
     except OSError as error:
         raise EnvironmentProblem(
             f"{directory.path} cannot be moved to {trash}: {error.strerror or error}",
-            fix="give yourself permission to write there, or remove the folder by hand",
+            fix="get write permission there, or remove the folder by hand",
         ) from error
     raise AssertionError("count() never ends")
 
@@ -56,13 +56,13 @@ def restore_from_trash(place: Path) -> Path:
     """Returns the new path. Raises EnvironmentProblem if the name is taken, or the folder cannot be written."""
     target = place.parent.parent / place.name
     if target.exists():
-        raise EnvironmentProblem(f"{target} exists already", fix=f"rename {place} and move it back by hand")
+        raise EnvironmentProblem(f"{target} already exists", fix=f"rename {place} and move it back by hand")
     try:
         os.rename(place, target)
     except OSError as error:
         raise EnvironmentProblem(
             f"{place} cannot be moved to {target}: {error.strerror or error}",
-            fix="give yourself permission to write there, or move the folder by hand",
+            fix="get write permission there, or move the folder by hand",
         ) from error
     return target
 
@@ -90,8 +90,8 @@ def record_start(directory: RunDirectory) -> str | None:
             file.write(line.encode())
     except OSError as error:
         return (
-            f"the start could not be recorded in {folder} ({error.strerror or error}): "
-            f"from other directories name this run by its path, {directory.path}"
+            f"the start could not be recorded in {folder} ({error.strerror or error}): in other directories, "
+            f"use the path of this run, {directory.path}"
         )
     return None
 
@@ -145,8 +145,8 @@ def _require_there(run: RunDirectory, folder: Path) -> RunDirectory:
         f"{run.path} is a link to {place}, outside {folder}"
         if run.path.is_symlink()
         else f"{place} is not in {folder}",
-        expected=f"a run of {folder}, the folder named with --runs",
-        fix=f"leave out --runs, and give its path: {place}",
+        expected=f"a run in {folder}, which was given with --runs",
+        fix=f"leave out --runs and use its path: {place}",
     )
 
 
@@ -157,8 +157,8 @@ def _find(text: str, runs_dir: Path, only_there: bool = False) -> RunDirectory |
         return found
     if os.path.lexists(runs_dir / text):
         raise UsageError(
-            f"{runs_dir / text} is damaged: it has no run.toml that can be read",
-            expected="a run; one of the same name in another folder is not taken instead",
+            f"{runs_dir / text} is damaged: it has no readable run.toml",
+            expected="a run in this folder; one of the same name in another folder is not used",
             fix=f"move it away: mv {shlex.quote(str(runs_dir / text))} {shlex.quote(str(runs_dir / text))}.damaged",
         )
     named = [] if only_there else [run for run in recorded_runs() if run.name == text]
@@ -172,9 +172,9 @@ def _not_found(text: str, runs_dir: Path, only_there: bool) -> UsageError:
             f"no run matches {text!r} in {runs_dir} or among your earlier runs", expected=EXPECTED_RUN, fix=LIST_RUNS
         )
     return UsageError(
-        f"no run matches {text!r} in {runs_dir}; it is not taken from another folder:\n"
+        f"no run matches {text!r} in {runs_dir}; this command does not search other folders:\n"
         + "\n".join(f"  {run.path}" for run in elsewhere[:10]),
-        expected="a run of this folder" + ("" if only_there else ", or the path or the full directory name of any run"),
+        expected="a run of this folder" + ("" if only_there else ", or the path or full directory name of any run"),
         fix=f"{'leave out --runs, and ' * only_there}give its full name: {elsewhere[0].name}"
         if DIRECTORY_NAME.match(elsewhere[0].name)
         else f"{'leave out --runs, and ' * only_there}give its path",
@@ -243,8 +243,8 @@ def _stage_of(text: str, runs_dir: Path, only_there: bool) -> RunDirectory | Non
     if found is None:
         begun = ", ".join(map(stage_name, stage_directories(run)))
         raise UsageError(
-            f"{run.name} has no stage {stage!r} that has begun",
-            expected=f"one of: {begun}" if begun else "a run of several stages that has begun",
+            f"{run.name} has not started a stage {stage!r}",
+            expected=f"one of: {begun}" if begun else "a run with several stages that has started",
             fix=f"tunedeck show {run.name}",
         )
     return found
@@ -254,9 +254,9 @@ def _require_one(text: str, runs: Sequence[RunDirectory]) -> RunDirectory:
     if len(runs) == 1:
         return runs[0]
     raise UsageError(
-        f"{text!r} could be any of {len(runs)} runs:\n" + "\n".join(f"  {run.path}" for run in runs[:10]),
+        f"{text!r} matches {len(runs)} runs:\n" + "\n".join(f"  {run.path}" for run in runs[:10]),
         expected="one run",
-        fix="give more of the name, or its path",
+        fix="type more of the name, or the path",
     )
 
 
@@ -274,7 +274,7 @@ def _at_path(path: Path) -> RunDirectory:
         return stage
     raise UsageError(
         f"{path} is not a run" + (": it has no run.toml" if path.is_dir() else ": no such folder"),
-        expected="a run directory, such as runs/20261120T205800Z-demo",
+        expected="a run directory such as runs/20261120T205800Z-demo",
         fix=LIST_RUNS,
     )
 

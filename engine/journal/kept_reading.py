@@ -93,7 +93,7 @@ def _identity(events: Path, offset: int) -> list[Any]:
 def _state(row: dict[str, Any]) -> JournalState:
     """Raises ValueError for other fields."""
     if row.keys() != FIELDS:
-        raise ValueError("other fields than those of a state")
+        raise ValueError("its fields are not those of a state")
     stages = {name: StageState(**stage) for name, stage in row.pop("stages").items()}
     return JournalState(stages=stages, **row)
 

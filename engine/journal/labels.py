@@ -61,9 +61,9 @@ def write_labels(directory: RunDirectory, labels: Labels) -> None:
     cannot be written."""
     for tag in labels.tags:
         if not TAG.fullmatch(tag):
-            raise UsageError(f"{tag!r} is not a tag", expected="a word of letters, digits and . _ - + : /, 40 at most")
+            raise UsageError(f"{tag!r} is not a tag", expected="letters, digits and . _ - + : /, at most 40")
     if len(labels.note) > MOST_NOTE:
-        raise UsageError(f"the note has {len(labels.note)} characters", expected=f"{MOST_NOTE} at most")
+        raise UsageError(f"the note has {len(labels.note)} characters", expected=f"at most {MOST_NOTE}")
     table = {"tags": list(dict.fromkeys(labels.tags)), "note": labels.note}
     try:
         write_atomically(directory.path / "labels.json", json.dumps(table, indent=2) + "\n")
@@ -91,12 +91,12 @@ def rename_run(directory: RunDirectory, name: str) -> RunDirectory:
     if not NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} is not a valid name",
-            expected="letters, digits, '.', '_' and '-', the first a letter or digit, 80 at most",
+            expected="letters, digits, '.', '_' and '-', starting with a letter or digit, at most 80",
         )
     stamped = DIRECTORY_NAME.match(directory.name)
     target = RunDirectory(directory.path.with_name(f"{stamped[1]}-{name}" if stamped else name))
     if target.path.exists():
-        raise UsageError(f"{target.path} exists already", expected="a name that no run of this moment has")
+        raise UsageError(f"{target.path} already exists", expected="a name that no other run has")
     try:
         refuse_if_claimed(directory)
         texts = [(run, run.run_toml.read_text("utf-8")) for run in (directory, *stage_directories(directory))]

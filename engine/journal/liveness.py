@@ -96,7 +96,7 @@ def parse_identity(found: Any) -> ProcessIdentity:
     match found:
         case {"pid": int(pid), "started": str(started), "host": str(host)} if 0 < pid < 2**31 and pid is not True:
             return ProcessIdentity(pid, started, host)
-    raise ValueError("a table with pid, started and host was expected")
+    raise ValueError("expected a table with pid, started and host")
 
 
 def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
@@ -108,7 +108,7 @@ def engine_process(directory: RunDirectory) -> ProcessIdentity | None:
         return None
     except ValueError as error:
         raise EnvironmentProblem(
-            f"{directory.engine} cannot be read: {error}", fix="remove the file if no engine works on this run"
+            f"{directory.engine} cannot be read: {error}", fix="remove the file if this run has no running engine"
         ) from error
 
 
@@ -180,7 +180,7 @@ def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Itera
     except TimeoutError as error:
         who = _holder(directory)
         raise EnvironmentProblem(
-            f"another engine works on run {directory.name}{who}",
+            f"another engine is running {directory.name}{who}",
             expected="one engine per run",
             fix=_way_past_engine(directory),
         ) from error
@@ -188,7 +188,7 @@ def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Itera
         if isinstance(error, OSError) and error.errno not in NO_FILE_LOCKS:
             raise  # The lock file cannot be opened, which is as true of anything else in this folder.
         raise EnvironmentProblem(
-            f"{directory.lock} cannot be locked: {error}", fix="put the runs on a file system with file locks"
+            f"{directory.lock} cannot be locked: {error}", fix="put the runs on a file system that supports file locks"
         ) from error
     with lock:
         yield
@@ -196,7 +196,7 @@ def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Itera
 
 def _way_past_engine(directory: RunDirectory) -> str:
     if was_requested(directory, "stop") or was_requested(directory, "pause"):
-        return f"it is ending: tunedeck wait {directory.name}, then the same command again"
+        return f"it is ending; wait with tunedeck wait {directory.name}, then repeat the command"
     return f"stop it first: tunedeck stop {directory.name}"
 
 
@@ -205,7 +205,7 @@ def _holder(directory: RunDirectory) -> str:
         holder = engine_process(directory)
     except (EnvironmentProblem, OSError):
         return ""
-    stopped = ", stopped by a signal" if holder and is_suspended(holder) else ""
+    stopped = ", suspended by a signal" if holder and is_suspended(holder) else ""
     return f" (process {holder.pid} on {holder.host}{stopped})" if holder else ""
 
 

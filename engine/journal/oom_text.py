@@ -98,7 +98,7 @@ def _held(report: dict[str, Any], bar: str) -> Iterator[str]:
     if not held:
         return
     yield ""
-    yield "what held the memory"
+    yield "memory by component"
     most = max(held.values())
     for name, value in sorted(held.items(), key=lambda item: -item[1]):
         yield f"  {name:12} {format_bytes(value):>10}  {bar * max(1, round(BAR_CHARACTERS * value / most))}"
@@ -109,7 +109,7 @@ def _largest(report: dict[str, Any]) -> Iterator[str]:
     if not largest:
         return
     yield ""
-    yield "the largest live tensors"
+    yield "largest live tensors"
     for tensor in largest:
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
         size, name = format_bytes(tensor["size_bytes"]), tensor["name"] or tensor["operation"]
@@ -137,7 +137,7 @@ def _remedy(report: dict[str, Any]) -> Iterator[str]:
     )
     before, after = (_setting(remedy, report.get(key)) for key in ("before", "after"))
     budget = "micro-batches of up to " if remedy == "cut" else ""
-    yield f"what was done: {done}" + (f" ({budget}{before} -> {after})" if report.get("before") is not None else "")
+    yield f"remedy: {done}" + (f" ({budget}{before} -> {after})" if report.get("before") is not None else "")
 
 
 def _setting(remedy: str, value: Any) -> str:
@@ -149,7 +149,7 @@ def way_text(way: dict[str, Any], capacity: int | None) -> str:
     """A way is an item of `avoided_by`: a change that would have avoided the failure. `capacity`: the device's bytes.
     Reports of earlier versions lack the change of speed."""
     changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in way["changes"].items())
-    learning = "; changes what is learned" if way["changes_learning"] else ""
+    learning = "; changes the training result" if way["changes_learning"] else ""
     peak = format_share(way["peak_bytes"], capacity) if capacity else format_bytes(way["peak_bytes"])
     speed = f", {speed_text(way['slower_percent'])}" if "slower_percent" in way else ""
     arithmetic = ", changes arithmetic" if way.get("changes_arithmetic") else ""
@@ -161,10 +161,10 @@ def _suggestions(report: dict[str, Any]) -> Iterator[str]:
     ways, plan = report.get("avoided_by") or [], report.get("plan") or {}
     yield ""
     if ways:
-        yield "what would have avoided it"
+        yield "changes that would have avoided it"
         yield from (f"  {way_text(way, report.get('capacity_bytes'))}" for way in ways)
     elif plan:
         yield (
-            f"the plan predicts a peak of {format_bytes(plan['peak_bytes'])} here, which fits: other processes held "
+            f"the plan predicts a peak of {format_bytes(plan['peak_bytes'])}, which fits: other processes held "
             "memory, memory was fragmented, or the plan is wrong for this model"
         )

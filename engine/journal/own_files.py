@@ -53,7 +53,7 @@ def result_files(folder: Path, run: Path) -> list[Path]:
         if stat.S_ISREG(mode):
             found.append(path)
         elif path.is_symlink() or not stat.S_ISDIR(mode):
-            raise UsageError(f"{path} is not a file, and is not opened", fix=f"remove it: rm {shlex.quote(str(path))}")
+            raise UsageError(f"{path} is not a regular file", fix=f"remove it: rm {shlex.quote(str(path))}")
         if len(found) > MOST_ENTRIES:
             raise UsageError(f"{folder} has more than {MOST_ENTRIES:,} files", expected="the files of a result")
     return sorted(found)
@@ -69,7 +69,7 @@ def _outside(path: Path, run: Path) -> UsageError:
     place = root_of(run)
     name = path.relative_to(place) if path.is_relative_to(place) else path
     return UsageError(
-        f"{name} is a link that leaves the run's folder {place}, and is not followed",
-        expected="the file itself in the run",
-        fix=f"if the run is yours, replace the link by a copy of its file; otherwise: rm {shlex.quote(str(path))}",
+        f"{name} links to a path outside the run's folder {place}",
+        expected="the file itself in the run's folder",
+        fix=f"if the run is yours, replace the link with a copy of the file; otherwise: rm {shlex.quote(str(path))}",
     )

@@ -49,7 +49,7 @@ class Queue:
     def held(cls, runs_dir: Path) -> Queue:
         """The queue of a folder that stays open: moved, it is followed; removed, each use raises EnvironmentProblem,
         and no new folder is made at the old place."""
-        return cls(HeldFolder(runs_dir, "the runs folder", "start the runs again in a folder that stays"))
+        return cls(HeldFolder(runs_dir, "the runs folder", "start the runs again in a permanent folder"))
 
     @property
     def runs_dir(self) -> Path:
@@ -82,11 +82,11 @@ class Queue:
         for directory in directories:
             if directory.path.parent.resolve() != self.runs_dir.resolve():
                 raise UsageError(
-                    f"{directory.path} is not in {self.runs_dir}", fix="add it to the queue of its own folder"
+                    f"{directory.path} is not in {self.runs_dir}", fix="add it to the queue of the folder it is in"
                 )
             if not self._still_waits(directory.name):
                 raise UsageError(
-                    f"run {directory.name} has been started already",
+                    f"run {directory.name} has already been started",
                     fix=f"continue it with: tunedeck resume {directory.name}",
                 )
         added = [directory.name for directory in directories]
@@ -120,7 +120,7 @@ class Queue:
             return alive
 
     def register_worker(self, worker: ProcessIdentity) -> None:
-        """Make `worker` the process that works the queue. Raises EnvironmentProblem when another one is alive."""
+        """Make `worker` the process that runs the queue. Raises EnvironmentProblem when another one is alive."""
         with self._transaction() as state:
             self._refuse_second_worker(state, worker)
             state.worker = worker
@@ -128,12 +128,12 @@ class Queue:
     def _refuse_second_worker(self, state: QueueState, worker: ProcessIdentity) -> None:
         if state.worker is not None and state.worker != worker and is_alive(state.worker):
             raise EnvironmentProblem(
-                f"process {state.worker.pid} on {state.worker.host} already works this queue",
-                fix="see what it does: tunedeck queue list",
+                f"the queue is already running: process {state.worker.pid} on {state.worker.host}",
+                fix="see its runs: tunedeck queue list",
             )
 
     def take_next(self, worker: ProcessIdentity) -> RunDirectory | None:
-        """Make the first waiting run that the worker may start the current one, and `worker` the process that works the
+        """Make the first waiting run that the worker may start the current one, and `worker` the process that runs the
         queue; None, and no worker, if there is none. Raises EnvironmentProblem when another worker is alive."""
         with self._transaction() as state:
             self._refuse_second_worker(state, worker)
@@ -164,7 +164,7 @@ class Queue:
     def _require_waiting(self, state: QueueState, name: str) -> None:
         if name not in state.waiting:
             raise UsageError(
-                f"run {name} does not wait in the queue of {self.runs_dir}",
+                f"run {name} is not waiting in the queue of {self.runs_dir}",
                 expected=", ".join(state.waiting) or "a waiting run; the queue is empty",
                 fix="tunedeck queue list",
             )
@@ -179,7 +179,7 @@ class Queue:
             reason = error.strerror or error
             raise EnvironmentProblem(f"{path} cannot be read: {reason}", fix="check its permissions") from error
         except ValueError as error:
-            raise EnvironmentProblem(f"{path} cannot be read: {error}", fix="remove it; the runs stay") from error
+            raise EnvironmentProblem(f"{path} cannot be read: {error}", fix="remove it; the runs are kept") from error
 
     @contextmanager
     def _transaction(self) -> Iterator[QueueState]:
@@ -207,7 +207,7 @@ class Queue:
             raise self._not_written(error) from error
 
     def _not_written(self, error: OSError) -> EnvironmentProblem:
-        first = "make room on its disk" if error.errno in FULL_DISK else "give yourself permission to write there"
+        first = "free space on its disk" if error.errno in FULL_DISK else "get write permission there"
         return EnvironmentProblem(
             f"the queue in {self.folder} cannot be written: {error.strerror or error}",
             fix=f"{first}, or choose another runs folder with --runs DIR",
@@ -220,11 +220,11 @@ def _parse(found: dict[str, Any]) -> QueueState:
         case {"waiting": list(waiting), "current": current, "worker": worker}:
             limit = found.get("limited_to")
             if not (limit is None or isinstance(limit, list)):
-                raise ValueError("its limited_to is no list")
+                raise ValueError("its limited_to is not a list")
             names = [*waiting, *([] if current is None else [current]), *(limit or [])]
             if all(isinstance(name, str) and _is_folder_name(name) for name in names):
                 return QueueState(waiting, current, None if worker is None else parse_identity(worker), limit)
-    raise ValueError("it has not the shape of a queue")
+    raise ValueError("it does not have the structure of a queue")
 
 
 MOST_NAME_BYTES = 255

@@ -233,11 +233,11 @@ def _sentence(metric: str, against: str, reference: float, rows: Sequence[Gain],
     better."""
     best = max(rows, key=lambda row: row.gain)
     if best.gain <= 0:
-        return f"none is better than {against} by {metric}, which has {reference:.4g} on {count} samples"
+        return f"no run is better than {against} by {metric} ({reference:.4g} on {count} samples)"
     text = f"{best.run} is the best by {metric}: {best.value:.4g}, {best.gain:.4g} better than {against}"
     if best.low is None or best.high is None:
         return f"{text} on {count} samples (no interval)"
-    unclear = ", which includes 0: the difference may be chance" if best.low <= 0 else ""
+    unclear = ", which includes 0: the difference may be due to chance" if best.low <= 0 else ""
     return f"{text} (95 % interval {best.low:.4g} to {best.high:.4g} over {count} samples{unclear})"
 
 
@@ -254,16 +254,16 @@ def _nothing_to_compare(
     unscored = [place.name for place, one in zip(directories, found, strict=True) if not _scored_by(one, metric)]
     lacks_base = base and not any(each.step == 0 and metric in each.metrics for one in found for each in one)
     if unscored or lacks_base:
-        lacking = ["the base", *unscored] if lacks_base else unscored
+        lacking = ["the base model", *unscored] if lacks_base else unscored
         data = "" if "/" in metric or all(map(names_held_out_data, directories)) else HELD_OUT
         return UsageError(
-            f"{metric} of {' and '.join(lacking)} is not known",
+            f"no {metric} for {' and '.join(lacking)}",
             expected=f"one of: {', '.join(names)}" if names and metric not in names else "scores of both",
             fix=f"tunedeck eval {runs if base else ' '.join(unscored)}{base}{_asked_for(metric)}{data}",
         )
     return UsageError(
-        f"{metric} of {against} and of another run is not known on the same samples: their validation data differ, "
-        "perhaps by train.seed alone",
+        f"no {metric} on the same samples for {against} and another run: their validation data differs, "
+        "perhaps only because of train.seed",
         expected="scores on the same samples",
         fix=f"tunedeck eval {runs}{base}{HELD_OUT}",
     )

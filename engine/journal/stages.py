@@ -72,8 +72,8 @@ def result_run(run: RunDirectory) -> RunDirectory:
     last = stage_directory(run, number, stage.name)
     if not last.exists():
         raise UsageError(
-            f"stage {stage.name} of {run.name}, the last one, has not begun",
-            expected="a run whose last stage has begun, or RUN/STAGE",
+            f"stage {stage.name} of {run.name}, its last stage, has not started",
+            expected="a run whose last stage has started, or RUN/STAGE",
             fix=f"tunedeck show {run.name}",
         )
     return last

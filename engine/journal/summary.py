@@ -52,7 +52,7 @@ QUIET_LINE = re.compile(rb'"kind":"(?:gpu|heartbeat)"')
 KIND_WITHIN_BYTES = 120
 """`seq`, `time` and `kind` come first on a line, before this byte."""
 
-SUSPENDED = "stopped by a signal"
+SUSPENDED = "suspended by a signal"
 """The phase of a run whose engine is suspended: it lives, and does nothing until SIGCONT."""
 
 SAMPLED = re.compile(rb'"step":(\d{1,18}),"epoch":[^,]*,"loss":([\d.e+-]{1,40}),')
@@ -73,7 +73,7 @@ LINES_PER_CLOCK_CHECK = 512
 
 @dataclass
 class RunSummary:
-    """The summary of a run at one moment; None means that a value is not known, or not known yet."""
+    """The summary of a run at one moment; None means that a value is unknown, or not known yet."""
 
     run: str
     path: str

@@ -84,7 +84,7 @@ class Progress:
         )
 
     def seconds_left(self) -> float | None:
-        """By the mean of recent steps; None if the total number of steps is not known, or no step was taken."""
+        """By the mean of recent steps; None if the total number of steps is unknown, or no step was taken."""
         if not self.state.max_steps or not self._step_seconds:
             return None
         mean = sum(self._step_seconds) / len(self._step_seconds)
@@ -220,7 +220,7 @@ def _memory_rows(summary: RunSummary) -> Rows:
         return []
     text = format_share(measured, capacity) if capacity else format_bytes(measured)
     if summary.on_plain_cpu:
-        return [("peak memory", f"{text}, of the whole process; a plan counts tensors alone")]
+        return [("peak memory", f"{text}, of the whole process; a plan only counts tensors")]
     predicted = summary.measured.get("predicted")
     if predicted and len(summary.stages) < 2:
         shape = f"{summary.measured['sequences']} × {summary.measured['length']} tokens"
@@ -262,13 +262,13 @@ def checkpoint_rows(steps: list[int], best: int | None, learned: dict[str, Any] 
     if learned:
         failed = learned["ceiling_bytes"] or learned["passing_bytes"]
         limit = f", {format_bytes(failed)} failed" if failed else ""
-        slope = f"; {learned['slope']:.2f} real bytes for each predicted" if learned["slope"] else ""
+        slope = f"; measured/predicted {learned['slope']:.2f}" if learned["slope"] else ""
         budget = format_bytes(learned["budget_bytes"])
-        rows.append(("budget", f"micro-batches of up to {budget} predicted{limit}{slope}"))
+        rows.append(("budget", f"micro-batches with a predicted size of up to {budget}{limit}{slope}"))
         layers = learned["remedies"].get("checkpointing")
         if layers:
             number = "" if layers is True else f" of {layers} layer{'s' if layers > 1 else ''}"
-            rows.append(("in force", f"gradient checkpointing{number}"))
+            rows.append(("active", f"gradient checkpointing{number}"))
     return rows
 
 

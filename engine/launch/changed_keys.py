@@ -60,7 +60,7 @@ CHANGEABLE_WITH_NOTICE = (
     "recipe.train.label_smoothing",
     "recipe.moe.aux_loss_weight",
 )
-"""Keys that alter what is learned from the resumed step on, so the user is told."""
+"""Keys that alter the training result from the resumed step on, so the user is told."""
 
 
 STAGES_KEY = "recipe.stages"
@@ -101,16 +101,16 @@ def find_changes(before: Any, after: Any, key: str = "") -> Changes:
 def refused_changes(changes: Changes) -> list[str]:
     """A line for each change that is not allowed when a run is resumed."""
     return [
-        f"{key.removeprefix('recipe.')}: {old!r} -> {new!r}; a run keeps its model, data, seed and batch"
+        (f"{key.removeprefix('recipe.')}: {old!r} -> {new!r}; model, data, seed and batch cannot change within a run")
         for key, (old, new) in changes.items()
         if not _matches(key, FREELY_CHANGEABLE) and not _matches(key, CHANGEABLE_WITH_NOTICE)
     ]
 
 
 def notices_of(changes: Changes) -> list[str]:
-    """A sentence for each change that alters what is learned from the resumed step on."""
+    """A sentence for each change that alters the training result from the resumed step on."""
     return [
-        f"{key.removeprefix('recipe.')} changes from {old!r} to {new!r}: the steps to come learn differently"
+        f"{key.removeprefix('recipe.')} changes from {old!r} to {new!r}; the following steps train differently"
         for key, (old, new) in changes.items()
         if _matches(key, CHANGEABLE_WITH_NOTICE)
     ]

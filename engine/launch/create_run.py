@@ -50,7 +50,7 @@ def resolve_start(options: StartOptions) -> Resolved:
     profile, recipe, overrides = options.profile, options.recipe, options.overrides or ()
     limits, name = options.limits(), options.name
     if options.run_spec is not None and recipe:
-        raise UsageError("--run-spec and -r were both given", expected="one of them", fix="leave one out")
+        raise UsageError("--run-spec and -r exclude each other", expected="one of them", fix="leave out one of them")
     if options.run_spec is not None:
         spec = load_run_spec(options.run_spec)
         resolved = override(spec, overrides, profile=profile, name=name, limits=limits)
@@ -213,7 +213,7 @@ def plan_admitted(spec: RunSpec, facts: RunFacts, folder: Path, *, force: bool) 
             notices += warnings_of(of_model, spec, free_disk_bytes=free_bytes(folder))
     except (UnknownArchitectureError, ConfigNotHereError) as unknown:
         # Any causal model may be trained: the engine plans again once it has the config, or learns what fits.
-        notices.append(f"no plan before the start: {unknown.found}")
+        notices.append(f"no memory plan before the start: {unknown.found}")
     if plan is not None and plan.verdict == "does_not_fit" and not force:
         raise _does_not_fit(plan, spec)
     return plan, notices
@@ -230,8 +230,8 @@ def drop_untrusted_limits(directory: RunDirectory) -> str | None:
         return None
     write_atomically(directory.run_toml, dump_run_spec(without_limits))
     return (
-        "you did not give this run its limits on this machine: they (--on-finish, --max-hours, --devices, --wait, "
-        "--force, --trust-remote-code) are left out; give them again if you want them"
+        "this run's limits and commands were not set by you on this machine, so --on-finish, --max-hours, "
+        "--devices, --wait, --force and --trust-remote-code are left out; add them again if you want them"
     )
 
 
@@ -239,7 +239,7 @@ def _hidden_router_does_not_fit(stage: StagePlan) -> DoesNotFitError:
     capacity = stage.spec.profile.device.capacity_bytes / 2**30
     return DoesNotFitError(
         f'stage {stage.name} does not fit: router = "hidden" runs the recipe\'s model, which needs '
-        f"{(stage.peak_bytes or 0) / 2**30:.3g} GiB of {capacity:.3g} GiB",
+        f"{(stage.peak_bytes or 0) / 2**30:.3g} of {capacity:.3g} GiB",
         fix=f"--set stages.{stage.name}.router=random, or a smaller data.max_length; --force trains anyway",
     )
 
@@ -253,8 +253,8 @@ def _does_not_fit(plan: Plan, spec: RunSpec) -> DoesNotFitError:
     stage = ["--stage", spec.name.partition("/")[2]] if "/" in spec.name else []
     advise = shlex.join(["tunedeck", "advise", "-p", profile, "-r", recipe, *stage, *overrides])
     return DoesNotFitError(
-        f"{what} does not fit: it needs {(plan.capacity_bytes - plan.margin_bytes) / 2**30:.3g} GiB "
-        f"of {plan.capacity_bytes / 2**30:.3g} GiB, and even one sequence with every remedy needs too much",
+        f"{what} does not fit: it needs {(plan.capacity_bytes - plan.margin_bytes) / 2**30:.3g} of "
+        f"{plan.capacity_bytes / 2**30:.3g} GiB, and with every remedy one sequence still needs too much",
         fix=f"{advise}; --force trains anyway",
     )
 
@@ -292,7 +292,7 @@ def queue_sweep(
         names = "\n  ".join(point.name for point in too_large)
         raise DoesNotFitError(
             f"{len(too_large)} of {len(points)} points of the sweep do not fit:\n  {names}",
-            fix="--force starts the others; see one with: tunedeck plan and its values in --set",
+            fix="--force starts the others; to see the plan of a point, pass its values to tunedeck plan with --set",
         )
     require_hub([run.spec for run in fitting], unreachable=any(run.unreachable for run in fitting))
     directories, _, notices = _create_in_queue(fitting, folder, first=first)

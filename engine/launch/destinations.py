@@ -129,13 +129,13 @@ def _note(finish: Finish, key: str, target: str) -> str:
         value = finish.webhook if key == WEBHOOK else finish.push
         public = " --set finish.push_public=true" if key == PUSH and finish.push_public else ""
         return (
-            f"{key}: nothing is sent, because a file names the destination and you have not; "
-            f"to allow it from now on: --set {key}='{value}'{public}"
+            f"{key}: nothing is sent, because the destination was set by a file and not by you; to allow it: "
+            f"--set {key}='{value}'{public}"
         )
     if key == PUSH:
-        return f"{key}: the result is sent to {target.replace(' ', ', ')}, when the run is done"
+        return f"{key}: the result will be sent to {target.replace(' ', ', ')} when the run is done"
     try:
-        return f"{key}: {host_of(webhook_url(finish))} hears of the end, failure and alerts"
+        return f"{key}: {host_of(webhook_url(finish))} is notified of the run's end, failure and alerts"
     except EnvironmentProblem as error:
         return error.found
 
@@ -169,13 +169,13 @@ def webhook_told(spec: RunSpec, directory: RunDirectory) -> Iterator[None]:
         code = process.wait(HAND_OVER_SECONDS)
         problem = read_record(directory, RECORD).error if code else ""
     except subprocess.TimeoutExpired:
-        code, problem = 1, f"the webhook has not taken the last message within {HAND_OVER_SECONDS:g} s"
+        code, problem = 1, f"the webhook did not accept the last message within {HAND_OVER_SECONDS:g} s"
     except EnvironmentProblem as error:
         problem = error.found
     if code:
-        problem = problem or f"the process that tells the webhook ended with {code}"
+        problem = problem or f"the process that calls the webhook exited with {code}"
         log.warning("webhook: %s", problem)
-        fix = f"see {directory.trackers / RECORD}.log; the run itself has ended as it says"
+        fix = f"see {directory.trackers / RECORD}.log; the run itself is not affected"
         with EventWriter(directory) as writer:
             writer.write("warning", code="webhook", text=problem, fix=fix)
 
@@ -246,7 +246,7 @@ def message_of(event: Event, directory: RunDirectory) -> dict[str, Any] | None:
     if reason := event.get("error") or event.get("reason"):
         text += f"; {reason}"
     if status == "killed":
-        text += f"; its process is gone, go on with: tunedeck resume {directory.name}"
+        text += f"; its process has ended; continue with: tunedeck resume {directory.name}"
     figures = {"step": found.step, "max_steps": found.max_steps, "loss": loss, "seconds": found.total_seconds}
     kind = "failure" if status in FAILED else "end"
     return {"event": kind, **common, "status": status, "exit_code": event["exit_code"], **figures, "text": _short(text)}
@@ -287,8 +287,8 @@ class _Checked:
         found = _addresses(*address)
         if not self._inside and any(map(is_inside, found)):
             raise PermissionError(
-                f"its name leads to {found[0]}, an address of this machine or network; to allow it, give it once more "
-                f"yourself: --set {WEBHOOK}=URL"
+                f"its name resolves to {found[0]}, an address of this machine or network; to allow it, set it "
+                f"again yourself: --set {WEBHOOK}=URL"
             )
         return socket.create_connection((found[0], address[1]), timeout, source)
 
@@ -343,7 +343,7 @@ def send(url: str, message: dict[str, Any], *, inside: bool | None = None) -> st
             with _opener(url, inside).open(request, timeout=SEND_SECONDS):
                 return ""
         except urllib.error.HTTPError as error:
-            problem = f"the webhook at {host_of(url)} answers {error.code}"
+            problem = f"the webhook at {host_of(url)} returned {error.code}"
         except (OSError, ValueError, HTTPException) as error:
             # The words of other errors may quote the URL.
             reason = getattr(error, "reason", error) if isinstance(error, OSError) else type(error).__name__

@@ -111,8 +111,8 @@ def require_launchable(spec: RunSpec, launcher_rank: LauncherRank, *, detach: bo
     require_rank_per_device(spec, launcher_rank)
     if detach:
         raise UsageError(
-            f"--detach was given, but {launcher_rank.launcher} started this process and waits for its end",
-            fix="leave --detach out, and let the launcher run in the background",
+            f"--detach cannot be used: {launcher_rank.launcher} started this process and waits for it to end",
+            fix="leave out --detach, and run the launcher in the background",
         )
 
 
@@ -120,8 +120,8 @@ def refuse_stages(spec: RunSpec, launcher: str) -> None:
     """Raise UsageError for a recipe with stages, whose ranks `launcher` (srun, torchrun, ...) would start."""
     if spec.recipe.stages:
         raise UsageError(
-            f"recipe {spec.recipe.name!r} has stages, and {launcher} starts the ranks of one",
-            fix="start it without the launcher: tunedeck train starts the ranks of each stage",
+            f"recipe {spec.recipe.name!r} has stages, but {launcher} starts the ranks of a single stage",
+            fix=f"start it without {launcher}: tunedeck train starts the ranks of each stage",
         )
 
 
@@ -132,8 +132,8 @@ def require_rank_per_device(spec: RunSpec, launcher_rank: LauncherRank) -> None:
         return
     each = f"{profile.device.count} on each of {profile.nodes.count} machines"
     raise UsageError(
-        f"{launcher_rank.launcher} started {launcher_rank.size} processes, and profile {profile.name!r} has {devices} "
-        f"{'devices' if devices != 1 else 'device'}",
+        f"{launcher_rank.launcher} started {launcher_rank.size} processes, but profile {profile.name!r} has "
+        f"{devices} {'devices' if devices != 1 else 'device'}",
         expected=each if profile.nodes.count > 1 else f"{devices}, one for each device",
         fix=f"start {devices}, or choose a profile whose device.count × nodes.count is {launcher_rank.size}",
     )
@@ -171,7 +171,7 @@ def _plain(
     rank = _number(environment, "RANK", 0)
     if not environment.get("MASTER_ADDR"):
         raise UsageError(
-            f"RANK={rank} and WORLD_SIZE={environment['WORLD_SIZE']} are set, and MASTER_ADDR is not",
+            f"RANK={rank} and WORLD_SIZE={environment['WORLD_SIZE']} are set, but MASTER_ADDR is not",
             expected="the address of rank 0's machine in MASTER_ADDR, and a free port there in MASTER_PORT",
             fix="set them, or start with torchrun; to start all ranks of one machine, unset RANK and WORLD_SIZE",
         )

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 def run_on_finish(spec: RunSpec, place: RunDirectory, status: str) -> None:
     """Run the command in a shell, with TUNEDECK_RUN (the run directory) and TUNEDECK_STATUS ("done", "failed", …), and
-    wait. Its exit code is logged and changes nothing."""
+    wait. Its exit code is logged and has no effect."""
     if not spec.limits.on_finish:
         return
     environment = {**os.environ, "TUNEDECK_RUN": str(place.path), "TUNEDECK_STATUS": status}
@@ -87,7 +87,7 @@ class _Watch:
     def _fix(self) -> str:
         """What a user can do about a process that ended without recording why."""
         log = self._directory.trackers / f"{self._name}.log"
-        return f"see {log}; send what is missing: tunedeck sync {self._directory.path} --to {self._name}"
+        return f"see {log}; send the missing events: tunedeck sync {self._directory.path} --to {self._name}"
 
 
 def _start(directory: RunDirectory, name: str, last_seq: int) -> subprocess.Popen[bytes]:

@@ -1,8 +1,8 @@
 """Starts processes that are not a run: simulations, chats, and `tunedeck eval`.
 
-A plan of a model family without a formula (closed form) that is not in the cache is made again after a process that may
-import torch (`tunedeck _simulate`) has simulated it; many variants of a plan use one process. Chats and evaluations get
-an OS session of their own: a closed terminal does not end them. Leaving the console by its key ends its chats.
+A plan of a model family without a memory formula that is not in the cache is made again after a process that
+may import torch (`tunedeck _simulate`) has simulated it; many variants of a plan use one process. Chats and evaluations
+get an OS session of their own: a closed terminal does not end them. Leaving the console by its key ends its chats.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from engine.journal.liveness import refuse_if_claimed
 from engine.launch.process import ENTRY_FILE, engine_environment, record_started
 from engine.launch.requirements import require_training_packages
 
-SIMULATING = "{}: no memory formula for this model or its adapter; a step is simulated, which takes seconds to minutes"
+SIMULATING = "{}: no memory formula for this model or its adapter; simulating a step, which takes seconds to minutes"
 FREE_MEMORY = "free some host memory"
-SEE_EXACT = "see what a step of it says: tunedeck plan with the same arguments and --exact --debug"
+SEE_EXACT = "see its error: tunedeck plan with the same arguments and --exact --debug"
 
 Planned = TypeVar("Planned")
 
@@ -80,7 +80,7 @@ def _simulate_one(process: subprocess.Popen[str], spec: RunSpec, errors: IO[str]
         return
     text = f"the simulation of {spec.recipe.model.id} ended without a result"
     if not answer and process.wait() == -signal.SIGKILL:
-        raise EnvironmentProblem(f"{text}: it was killed, as the kernel does without free memory", fix=FREE_MEMORY)
+        raise EnvironmentProblem(f"{text}: it was killed, probably because host memory ran out", fix=FREE_MEMORY)
     raise EnvironmentProblem(f"{text}{_last_words(errors)}", fix=SEE_EXACT)
 
 
@@ -127,8 +127,8 @@ def find_chat(name: str, runs_dir: Path) -> RunDirectory:
     found = chats[:1] if name == "last" else [chat for chat in chats if chat.name.startswith(name)]
     if len(found) != 1:
         raise UsageError(
-            f"{len(found) or 'no'} chats in {runs_dir} begin with {name!r}",
-            expected="the name of one, or last",
+            f"{len(found) or 'no'} chats in {runs_dir} start with {name!r}",
+            expected="the name of a chat, or last",
             fix="tunedeck chat --list",
         )
     return found[0]
@@ -179,7 +179,7 @@ class Evaluation:
         if code is None:
             return None
         if code == 0:
-            return f"{self.run.name} is scored"
+            return f"{self.run.name} was scored"
         lines = (self.run.kept_scores / EVALUATION_LOG).read_text("utf-8", errors="replace").splitlines()
         reasons = [line for line in lines if line.startswith("tunedeck: ")] or lines[-1:]
         return "; ".join([f"{self.run.name} was not scored", *reasons[-1:]])
@@ -201,6 +201,6 @@ def start_evaluation(run: RunDirectory) -> Evaluation:
             )  # fmt: skip
     except OSError as error:
         raise EnvironmentProblem(
-            f"{run.name} cannot be scored: {error.strerror or error}", fix="give yourself permission to write there"
+            f"{run.name} cannot be scored: {error.strerror or error}", fix="get write permission there"
         ) from error
     return Evaluation(run, process)

@@ -125,8 +125,8 @@ def _opened_log(directory: RunDirectory) -> BinaryIO:
             raise
         raise EnvironmentProblem(
             f"{directory.log} cannot be written: {error.strerror or error}",
-            expected="a run directory that this user can write into",
-            fix="move away what is there, or give yourself permission to write",
+            expected="a run directory that you can write to",
+            fix="move it away, or get write permission",
         ) from error
 
 
@@ -238,7 +238,7 @@ def _ask_to_stop(directory: RunDirectory, process: subprocess.Popen[bytes], on_n
     except OSError:
         # On a full disk no request can be written; the engine stops on TERM, too.
         process.terminate()
-    on_notice("stopping after this step, with a checkpoint; a second Ctrl-C stops at once, without one")
+    on_notice("stopping after this step, with a checkpoint; a second Ctrl-C stops immediately, without one")
 
 
 def _kill_child(directory: RunDirectory, process: subprocess.Popen[bytes]) -> None:
@@ -309,8 +309,8 @@ def _wait_until_gone(identity: ProcessIdentity) -> None:
     while is_alive(identity):
         if time.monotonic() > deadline:
             raise EnvironmentProblem(
-                f"process {identity.pid} was killed and does not end: it hangs in a driver or a file system",
-                fix="read dmesg; the run can be resumed when the process is gone",
+                f"process {identity.pid} was killed but has not ended: it hangs in a driver or file system",
+                fix="see dmesg; the run can be resumed when the process has ended",
             )
         time.sleep(0.02)
 
@@ -337,9 +337,9 @@ def engine_died(directory: RunDirectory, code: int, *, log_start: int = 0) -> Tu
 
 def _exit_text(code: int) -> str:
     if code == -signal.SIGKILL:
-        return "was killed (SIGKILL; unless someone did that, the machine ran out of host memory: see dmesg)"
+        return "was killed (SIGKILL; if this was not done by hand, the machine ran out of host memory: see dmesg)"
     if code < 0:
-        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+        return f"was terminated by signal {-code} ({signal.Signals(-code).name})"
     return f"exited with {code}"
 
 

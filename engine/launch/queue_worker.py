@@ -67,7 +67,7 @@ def start_queue_worker(runs_dir: Path, only: Sequence[str] | None = None) -> int
 
 
 def wait_until_registered(queue: Queue, process: subprocess.Popen[bytes]) -> None:
-    """Raises EnvironmentProblem if the worker ends with an error before it works the queue."""
+    """Raises EnvironmentProblem if the worker ends with an error before it runs the queue."""
     while process.poll() is None:
         worker = queue.read().worker
         if worker is not None and worker.pid == process.pid:
@@ -76,13 +76,13 @@ def wait_until_registered(queue: Queue, process: subprocess.Popen[bytes]) -> Non
     worker = queue.read().worker
     if process.returncode and worker is not None:
         raise EnvironmentProblem(
-            f"the queue of {queue.runs_dir} was not started: process {worker.pid} on {worker.host} already works it",
-            fix="see what it does: tunedeck queue list",
+            f"the queue of {queue.runs_dir} is already running: process {worker.pid} on {worker.host}",
+            fix="see its runs: tunedeck queue list",
         )
     if process.returncode:
         raise EnvironmentProblem(
             f"the queue of {queue.runs_dir} was not started: its process ended with {process.returncode}",
-            fix=f"see why: {queue.log}; then start it again: tunedeck queue start",
+            fix=f"see {queue.log}; then start it again: tunedeck queue start",
         )
 
 
@@ -115,14 +115,14 @@ def follow_queue(queue: Queue, pid: int, waiting: Sequence[str], *, only: bool =
             time.sleep(POLL_SECONDS)
     if known and not alive and queue.was_left_by(pid):
         found = TunedeckError(
-            f"process {pid}, which worked the queue, ended before its runs did; left: {', '.join(known)}",
-            fix=f"see why: {queue.log}; start the queue again: tunedeck queue start",
+            f"the queue's process {pid} ended before its runs did; still waiting: {', '.join(known)}",
+            fix=f"see {queue.log}; start the queue again: tunedeck queue start",
         )
         yield found.render(), found.exit_code
 
 
 def _start_text(name: str) -> str:
-    return f"{name} starts; watch it: tunedeck watch {name}"
+    return f"{name} starts; to follow it: tunedeck watch {name}"
 
 
 def _has_ended(directory: RunDirectory) -> bool:
@@ -140,7 +140,7 @@ def _ending(directory: RunDirectory) -> tuple[str, int]:
     if _ended_unrecorded(directory):
         name = directory.name
         found = TunedeckError(
-            f"{name}: its engine is gone without recording how the run ended",
+            f"{name}: its engine ended without recording how the run ended",
             fix=f"read its log: tunedeck log {name}; continue with: tunedeck resume {name}",
         )
         return found.render(), found.exit_code
@@ -160,7 +160,7 @@ def run_queue(runs_dir: Path) -> None:
         _start_waiting_runs(queue, own)
     except _TerminatedError:
         queue.clear_worker()
-        _log("asked to end; a started run continues")
+        _log("stop requested; a started run continues")
 
 
 class _TerminatedError(BaseException):
@@ -181,14 +181,18 @@ def _start_waiting_runs(queue: Queue, own: ProcessIdentity) -> None:
         _log(f"{directory.name} starts")
         try:
             if brings_limits(directory.run_toml):
-                _log(f"{directory.name}: its limits and commands are left out, because you did not give them")
+                _log(f"{directory.name}: its limits and commands are left out, because they were not set by you")
             code = start_engine(directory).wait()
         except Exception as error:  # noqa: BLE001  (whatever it is, the runs behind this one must not wait for ever)
             _record_failed_start(directory, error)
             continue
         _log(f"{directory.name} ended with {code}: {summarise(queue.run(directory.name)).status}")
     left = len(queue.read().waiting)
-    _log(f"the runs of the sweep have ended; {left} others wait for: tunedeck queue start" if left else "no run waits")
+    _log(
+        f"the runs of the sweep have ended; {left} others are waiting; start them with: tunedeck queue start"
+        if left
+        else "no run is waiting"
+    )
 
 
 def _record_failed_start(directory: RunDirectory, error: Exception) -> None:
@@ -204,7 +208,7 @@ def _record_failed_start(directory: RunDirectory, error: Exception) -> None:
         with lock_after_engine(directory), EventWriter(directory) as writer:
             writer.write("run_finished", status="failed", exit_code=known.exit_code, result=None, error=text)
     except (OSError, TunedeckError) as second:
-        _log(f"{directory.name}: its journal does not say so: {second}")
+        _log(f"{directory.name}: the error is not in its journal: {second}")
 
 
 def _wait_for_end(queue: Queue, name: str) -> None:

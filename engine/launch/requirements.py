@@ -43,7 +43,7 @@ def require_training_packages() -> None:
     missing = missing_packages()
     if missing:
         raise EnvironmentProblem(
-            f"this needs {', '.join(missing)}, which a light installation of Tunedeck leaves out",
+            f"this needs {', '.join(missing)}, which is not part of a light installation of Tunedeck",
             fix=install_command("train", missing),
         )
 
@@ -60,13 +60,13 @@ def require_device(spec: RunSpec) -> None:
     found = count_gpus()
     if found is not None and found < wanted:
         needs = "a GPU" if wanted == 1 else f"{wanted} GPUs"
-        here = "finds none" if not found else f"has {found}"
-        raise EnvironmentProblem(f"profile {name!r} is for {needs}, and this machine {here}", fix=_profile_for_here())
+        here = "has none" if not found else f"has {found}"
+        raise EnvironmentProblem(f"profile {name!r} needs {needs}, but this machine {here}", fix=_profile_for_here())
     torch = importlib.metadata.version("torch")
     if torch.endswith("+cpu"):
         raise EnvironmentProblem(
-            f"profile {name!r} is for a GPU, and torch {torch}, which is installed here, was built without CUDA",
-            fix="install a build of torch with CUDA: https://pytorch.org/get-started",
+            f"profile {name!r} needs a GPU, but the installed torch {torch} was built without CUDA",
+            fix="install torch with CUDA: https://pytorch.org/get-started",
         )
 
 
@@ -107,7 +107,7 @@ def require_trackers(recipe: Recipe) -> None:
     if missing := missing_trackers(recipe):
         raise EnvironmentProblem(
             f"trackers.use: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
-            fix=f"{install_packages(*missing)}; or train without: --set trackers.use=[]",
+            fix=f"{install_packages(*missing)}; or train without trackers: --set trackers.use=[]",
         )
 
 
@@ -144,9 +144,9 @@ def _profile_for_here() -> str:
         except SpecError:
             continue
         if isinstance(profile, Profile) and profile.device.kind == "cpu":
-            return f"use -p {file.name}, which is for a CPU"
+            return f"use -p {file.name}, a CPU profile"
     name = next(name for name in ("here", *(f"here-{number}" for number in range(2, 99))) if name not in names)
-    return f"tunedeck profiles new {name} --detect, which describes this machine; then use -p {name}"
+    return f"tunedeck profiles new {name} --detect creates a profile of this machine; then use -p {name}"
 
 
 ANSWER_SECONDS = 5.0
@@ -169,11 +169,11 @@ def require_hub(specs: Iterable[RunSpec], *, unreachable: bool = False) -> None:
     if variable is None and not unreachable and hub_answers():
         return
     names = " and ".join(each.what for each in missing)
-    why = f"{variable} is set" if variable else "the hub does not answer"
-    retry = f"unset {variable}" if variable else "connect, and try again"
+    why = f"{variable} is set" if variable else "the hub is not reachable"
+    retry = f"unset {variable}" if variable else "connect to the network and try again"
     raise EnvironmentProblem(
-        f"{names} {'are' if len(missing) > 1 else 'is'} not in the hub cache of this machine, and {why}",
-        expected="a connection to the hub, files in its cache, or an existing folder",
+        f"{names} {'are' if len(missing) > 1 else 'is'} not in this machine's hub cache, and {why}",
+        expected="a connection to the hub, cached files, or an existing folder",
         fix="; or ".join([retry, *(each.fix for each in missing)]),
     )
 
@@ -252,7 +252,7 @@ def _missing_files(
         return
     version = f" --revision {revision}" if revision else ""
     key = "model.id" if what == "model" else f"model.{what}"
-    yield Missing(f"{what} {name}", f"hf download {name}{version}, where there is a network, or add --set {key}=FOLDER")
+    yield Missing(f"{what} {name}", f"hf download {name}{version} (needs network access), or add --set {key}=FOLDER")
 
 
 def _missing_data(key: str, sources: list[Source]) -> Iterator[Missing]:
@@ -260,8 +260,8 @@ def _missing_data(key: str, sources: list[Source]) -> Iterator[Missing]:
         if source.enabled and source.hub is not None and not has_data_set(source.hub, source.config):
             yield Missing(
                 f"data set {source.hub}",
-                f"hf download --repo-type dataset {source.hub} --local-dir data, where there is a network, "
-                f"and start with --set {key}.{source.name}.path=data",
+                f"hf download --repo-type dataset {source.hub} --local-dir data (needs network access), then "
+                f"start with --set {key}.{source.name}.path=data",
             )
 
 

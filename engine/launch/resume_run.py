@@ -75,7 +75,7 @@ def _refuse_file_for_folder(directory: RunDirectory) -> None:
     for folder in (directory.checkpoints, directory.control):
         if folder.exists() and not folder.is_dir():
             raise EnvironmentProblem(
-                f"{folder} is a file", expected="a folder, which the engine writes into", fix=f"move it away: {folder}"
+                f"{folder} is a file", expected="a folder for the engine's files", fix=f"move it away: {folder}"
             )
 
 
@@ -84,14 +84,14 @@ def _refuse_other_runs_option(directory: RunDirectory, from_step: int | None, fr
     stages = [stage.name for stage in load_run_spec(directory.run_toml).recipe.stages]
     if stages and from_step is not None:
         raise UsageError(
-            "--from names a step of one stage, and this run has several",
-            fix=f"do a stage again from its start: tunedeck resume {directory.name} --from-stage {stages[-1]}",
+            "--from is a step of a stage, but this run has several stages",
+            fix=f"repeat a stage from its start: tunedeck resume {directory.name} --from-stage {stages[-1]}",
         )
     if from_stage is not None and from_stage not in stages:
         raise UsageError(
             f"{directory.name} has no stage {from_stage!r}",
             expected=f"one of: {', '.join(stages)}" if stages else "a run of several stages",
-            fix="leave --from-stage out to continue where the run stopped",
+            fix="leave out --from-stage to continue where the run stopped",
         )
 
 
@@ -102,10 +102,10 @@ def refuse_stage(directory: RunDirectory) -> None:
         return
     removed = removed_checkpoints(directory.checkpoints)
     if removed is not None:
-        again = f"do it again from its start: tunedeck resume {run} --from-stage {name}"
+        again = f"repeat it from its start: tunedeck resume {run} --from-stage {name}"
         raise UsageError(removed.explain(name), expected="a run or stage that has checkpoints", fix=again)
     further = f"tunedeck resume {run}; a change of the stage is --set stages.{name}.KEY=VALUE"
-    raise UsageError(f"{run}/{name} is a stage of a run, and runs are resumed", fix=further)
+    raise UsageError(f"{run}/{name} is a stage; only a run can be resumed", fix=further)
 
 
 def _stages_done_again(spec: RunSpec, from_stage: str | None) -> set[str]:
@@ -114,8 +114,8 @@ def _stages_done_again(spec: RunSpec, from_stage: str | None) -> set[str]:
         return set()
     if not any(stage.name == from_stage and stage.enabled for stage in spec.recipe.stages):
         raise UsageError(
-            f"stage {from_stage} is disabled, so it would not be done again",
-            expected="an enabled stage after --from-stage",
+            f"stage {from_stage} is disabled, so it would not run",
+            expected="an enabled stage for --from-stage",
             fix=f"--set stages.{from_stage}.enabled=true",
         )
     return {from_stage, *dependants(spec.recipe, from_stage)}
@@ -159,13 +159,13 @@ def _require_checkpoint(directory: RunDirectory, step: int | None) -> None:
     raise UsageError(
         f"{directory.name} has no checkpoint of step {step}",
         expected=f"--from {' or '.join(map(str, steps))}" if steps else "a run that has written a checkpoint",
-        fix="leave --from out to continue from the newest checkpoint",
+        fix="leave out --from to continue from the newest checkpoint",
     )
 
 
 def _refuse_lost_checkpoints(directory: RunDirectory, from_stage: str | None) -> None:
     """Raise UsageError for a run, or a stage of one without a result, that has written checkpoints of which none is in
-    its folder, as in that of an imported run: it would begin anew, behind the steps that its journal has."""
+    its folder, as in that of an imported run: it would start again, behind the steps that its journal has."""
     if from_stage is not None:
         return
     begun = stage_directories(directory)  # a staged run's journal repeats theirs
@@ -174,8 +174,8 @@ def _refuse_lost_checkpoints(directory: RunDirectory, from_stage: str | None) ->
         if find_checkpoints(part.checkpoints) or not _has_written_checkpoints(part):
             continue
         raise UsageError(
-            f"{typed_name(part)} has written checkpoints, and none is in {part.checkpoints}",
-            expected="a run with its checkpoints; what tunedeck export writes has none",
+            f"{typed_name(part)} has written checkpoints, but {part.checkpoints} has none",
+            expected="a run with its checkpoints; exported runs do not include them",
             fix=f"repeat the run: {shlex.join(['tunedeck', 'train', '--run-spec', str(directory.run_toml)])}",
         )
 
@@ -205,7 +205,7 @@ def change_spec(
     again = _stages_done_again(resolved.spec, from_stage)
     if refused := [*refused_changes(changes), *_changes_of_done_stages(directory, changes, again)]:
         raise UsageError(
-            "resume cannot change what the run has already learned from:\n  " + "\n  ".join(refused),
+            "resume cannot change settings that the trained steps depend on:\n  " + "\n  ".join(refused),
             fix=shlex.join(["tunedeck", "train", "--run-spec", str(directory.run_toml), *_as_options(overrides)]),
         )
     require_trackers(resolved.spec.recipe)
@@ -247,7 +247,7 @@ def _refuse_if_done(directory: RunDirectory) -> None:
     if summary.status == "done":
         raise UsageError(
             f"run {directory.name} is done at step {summary.step}",
-            expected="a run that is not finished, or more epochs or max_steps than it had",
+            expected="an unfinished run, or a higher epochs or max_steps",
             fix=f"tunedeck resume {directory.name} {_more_of(directory, summary.step)}",
         )
 
@@ -274,7 +274,7 @@ def _with_limits(directory: RunDirectory, spec: RunSpec, limits: dict[str, Any])
         try:
             require_matching_devices(spec.model_copy(update={"limits": earlier}))
         except UsageError as error:
-            notices.append(f"the devices of the last start are left out: {error.found}")
+            notices.append(f"the devices of the last start are not used: {error.found}")
             earlier = earlier.model_copy(update={"devices": []})
     spec = spec.model_copy(update={"limits": earlier.model_copy(update=limits)})
     require_matching_devices(spec)
@@ -284,8 +284,8 @@ def _with_limits(directory: RunDirectory, spec: RunSpec, limits: dict[str, Any])
 def _schedule_notice(spec: RunSpec) -> str:
     scheduler = spec.recipe.train.scheduler
     if scheduler == "constant":
-        return "the run gets longer; its learning rate is constant, so there is no schedule to recompute"
-    return f"the run gets longer; the {scheduler} schedule is recomputed for the new number of steps"
+        return "the run is extended; its learning rate is constant, so the schedule does not change"
+    return f"the run is extended; the {scheduler} schedule is recomputed for the new number of steps"
 
 
 def _next_backup(directory: RunDirectory) -> Path:

@@ -45,7 +45,7 @@ def require_bounded_patterns(model: nn.Module, config: PeftConfig, adapter: str)
     if problem:
         raise UsageError(
             f"{adapter}: {problem}",
-            expected="patterns on the names of modules, as peft writes them",
+            expected="patterns for module names, as peft writes them",
             fix="write target_modules in adapter_config.json as a list of names",
         )
 

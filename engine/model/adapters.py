@@ -46,15 +46,17 @@ def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> di
     for name in linears:
         parent, _, last = name.rpartition(".")
         if name in routers:
-            reasons[name] = "it is a router; moe.freeze_router = false trains it in full"
+            reasons[name] = "it is a router; train it in full with moe.freeze_router = false"
         elif last in experts:
             reasons[name] = expert_reason(model_type)
         elif name in lost:
-            reasons[name] = f"peft renames it when it opens the adapter of a {model.config.model_type}, and loses it"
+            reasons[name] = f"peft renames and loses it when it loads the adapter of a {model.config.model_type} model"
         elif last in SCAN_WEIGHTS and _scans(model.get_submodule(parent)):
             reasons[name] = scan_reason(model_type)
         elif not _is_matrix_product(model.get_submodule(name)):
-            reasons[name] = f"{type(model.get_submodule(name)).__name__} is no plain matrix product, which peft expects"
+            reasons[name] = (
+                f"{type(model.get_submodule(name)).__name__} is not a plain matrix product, which peft needs"
+            )
     return reasons
 
 
@@ -144,7 +146,7 @@ def uncovered(coverage: Coverage, model_type: str, method: Method) -> list[str]:
     return [sentence for sentence in found if sentence]
 
 
-NOT_MERGED = "each has an adapter of its own, and one weight cannot take both"
+NOT_MERGED = "each has a separate adapter, and one weight cannot absorb both"
 
 
 def shared_weights(linears: Mapping[str, nn.Module]) -> list[str]:
@@ -217,7 +219,7 @@ def _refuse_on_experts(method: Method) -> None:
         if value:
             raise UsageError(
                 f"method.{key} cannot be applied to fused experts",
-                fix=f"set method.{key} = {default}, or leave experts out",
+                fix=f"set method.{key} = {default}, or leave out experts",
             )
 
 
@@ -229,8 +231,8 @@ def _expect_on(model: PeftModel, modules: Sequence[str]) -> None:
     missing = [name for name in modules if name not in adapted]
     if missing:
         raise UsageError(
-            f"peft puts no adapter on {missing[0]} ({len(missing)} such layers), but on fused experts instead",
-            expected="targets that exist once only in this family",
+            f"peft puts the adapter on fused experts, not on {missing[0]} ({len(missing)} such layers)",
+            expected="targets that exist only once in this family",
             fix='set method.targets = "attention"',
         )
 
@@ -307,12 +309,12 @@ def choose_targets(
             raise no_adapter_on(name, impossible[name])
     if not chosen and impossible:
         raise UsageError(
-            f"no layer of text can have an adapter: {next(iter(impossible.values()))}",
+            f"no layer of the language model can have an adapter: {next(iter(impossible.values()))}",
             fix='set method.kind = "full", or choose another model.id',
         )
     if not kept:
         raise UsageError(
-            "method.targets and method.exclude leave no module for an adapter",
+            "method.targets and method.exclude select no module for an adapter",
             expected="at least one linear layer",
             fix='set method.targets = "all-linear"',
         )
@@ -330,8 +332,8 @@ def whole_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
         missing = [name for name in names if name.rpartition(".")[0] == owner and name not in wanted]
         if missing:
             raise UsageError(
-                f"method.also_train takes a part of {owner}, but not {missing[0]}",
-                expected="whole modules, which is what an adapter folder can hold",
+                f"method.also_train selects part of {owner}, but not {missing[0]}",
+                expected="whole modules, because an adapter folder can only store those",
                 fix=f'write "{owner}" to train all of it',
             )
     return owners

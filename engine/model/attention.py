@@ -71,7 +71,7 @@ def varlen_attention(
     if cu_seq_lens_q is None or max_length_q is None:
         if starts_are_handed_over():
             raise UsageError(
-                f'model.attention = "varlen": {type(module).__name__} is not told where packed documents begin',
+                f'model.attention = "varlen": {type(module).__name__} does not receive the starts of packed documents',
                 fix='set model.attention = "sdpa"',
             )
         return sdpa_attention_forward(
@@ -79,7 +79,7 @@ def varlen_attention(
         )
     if dropout or options.get("softcap") is not None or options.get("s_aux") is not None:
         raise UsageError(
-            f'model.attention = "varlen" has no dropout, soft-cap or sinks, which {type(module).__name__} needs',
+            f'model.attention = "varlen" does not support the dropout, soft-cap or sinks of {type(module).__name__}',
             fix='set model.attention = "auto"',
         )
     query_THD, key_TKD, value_TKD = (_flat(tensor) for tensor in (query_BHSD, key_BKSD, value_BKSD))
@@ -157,7 +157,7 @@ def choose_attention(
         raise _no_flash(asked, chosen.obstacles, device)
     if chosen.name == "sdpa" and (model.softcap or not model.has_sdpa):
         raise UsageError(
-            f'model.attention = "sdpa": {config.model_type} has no sdpa attention that computes what the model needs',
+            f'model.attention = "sdpa": {config.model_type} has no sdpa attention that supports this model',
             fix='set model.attention = "auto"',
         )
     if chosen.name == "varlen":
@@ -229,7 +229,7 @@ def _import_problem(kernel: str) -> str | None:
         importlib.import_module(facts.module)
     # A package built for another torch, or without its compiler, fails in one of these ways.
     except (ImportError, OSError, RuntimeError) as error:
-        return f"needs {facts.package}, which is installed and does not import: {str(error).splitlines()[0]}"
+        return f"needs {facts.package}, which is installed but cannot be imported: {str(error).splitlines()[0]}"
     return None
 
 
@@ -245,7 +245,7 @@ def _notices(found: dict[str, Obstacle]) -> list[str]:
 def _no_flash(asked: str, found: dict[str, Obstacle], device: Device) -> EnvironmentProblem:
     reasons = "; ".join(f"{kernel} {obstacle.reason}" for kernel, obstacle in found.items())
     if not found:
-        reasons = f"needs a CUDA device of compute capability 8.0 or newer, this is {device.name}"
+        reasons = f"needs a CUDA device of compute capability 8.0 or newer, not {device.name}"
     return EnvironmentProblem(f'model.attention = "{asked}": {reasons}', fix='set model.attention = "auto"')
 
 

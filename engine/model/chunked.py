@@ -248,13 +248,13 @@ def torch_loss(
 def torch_obstacle(head: OutputHead, label_smoothing: float) -> str | None:
     """Why `torch_loss` cannot compute this head's loss; None if it can."""
     if not hasattr(torch.nn.functional, "linear_cross_entropy"):
-        return "torch's linear_cross_entropy came with 2.13, this is " + torch.__version__
+        return "torch's linear_cross_entropy needs torch 2.13, this is " + torch.__version__
     if head.linear is None:
-        return "the head carries an adapter or is quantised, which no fused kernel handles"
+        return "the head has an adapter or is quantised, which fused kernels do not support"
     if head.rows is not None:
         return "the head has rows of added tokens, which torch's kernel cannot train"
     if head.softcap is not None:
-        return "this model caps its logits, which torch's kernel cannot"
+        return "this model caps its logits, which torch's kernel does not support"
     if label_smoothing:
-        return "with train.label_smoothing torch's kernel falls back to holding all logits"
+        return "with train.label_smoothing, torch's kernel keeps all logits in memory"
     return None

@@ -106,12 +106,12 @@ def loading_error(error: BaseException, model: str, what: str = "model") -> Tune
         return EnvironmentProblem(
             f"cannot fetch the {what} of {model!r}: the hub is not reachable and it is not in the local cache",
             expected="a folder, a model in the cache, or a network connection",
-            fix=f"download it where there is a network (hf download {model}) and set HF_HOME to that cache "
+            fix=f"download it on a machine with network access (hf download {model}) and set HF_HOME to that cache "
             "(HF_HUB_OFFLINE=1 skips the network), or set model.id to a folder",
         )
     if "401" in texts or "403" in texts or "not a valid model identifier" in texts or "repository not found" in texts:
         return EnvironmentProblem(
-            f"the hub has no {model!r}, or keeps it private",
+            f"the hub has no {model!r}, or it is private",
             expected="OWNER/NAME as on huggingface.co, or an existing folder",
             fix="check the spelling of model.id; for a private model log in with: hf auth login",
         )
@@ -128,10 +128,10 @@ def blaming_own_code(config: PreTrainedConfig, model: str) -> Iterator[None]:
         if not type(config).__module__.startswith("transformers_modules") or classify(error) is not None:
             raise
         raise UsageError(
-            f"the Python code that comes with {model} fails with transformers {transformers.__version__}: "
+            f"the Python code of {model} fails with transformers {transformers.__version__}: "
             f"{type(error).__name__}: {_first_line(error)}",
             expected="code written for this version of transformers",
-            fix="choose a model that transformers knows itself, often published with -hf in its name",
+            fix="choose a version that transformers supports itself, often published with -hf in its name",
         ) from error
 
 
@@ -141,7 +141,7 @@ def _about_folder(folder: str, what: str, first: str, texts: str) -> TunedeckErr
     if what == "tokenizer":
         return UsageError(
             f"no usable tokenizer in {folder}: {first}",
-            expected="tokenizer.json or another tokenizer file beside the model",
+            expected="tokenizer.json or another tokenizer file next to the model",
             fix="set model.tokenizer to a folder or hub id that has one",
         )
     return UsageError(f"cannot load the {what} in {folder}: {first}", fix="check the folder named by model.id")
@@ -180,8 +180,8 @@ def refuse_kernels(config: PreTrainedConfig) -> None:
         attention = getattr(part, "_attn_implementation", None)
         if isinstance(attention, str) and "/" in attention:
             raise UsageError(
-                f"config.json: attn_implementation = {attention!r} is code of the hub, which is not run",
-                expected="a model config without it: the recipe says which attention computes",
+                f"config.json: attn_implementation = {attention!r} is code from the hub, which is not run",
+                expected="a model config without it: the recipe sets the attention",
                 fix="remove attn_implementation from config.json",
             )
 
@@ -286,6 +286,6 @@ def _expect_config_file(start: StartingWeights) -> None:
     if start.folder is not None and not (start.folder / "config.json").is_file():
         raise UsageError(
             f"no config.json in {start.folder}",
-            expected="a model folder as save_pretrained writes it",
-            fix="point model.id at the folder that holds config.json and the safetensors files",
+            expected="a model folder as written by save_pretrained",
+            fix="set model.id to the folder with config.json and the safetensors files",
         )

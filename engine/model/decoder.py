@@ -44,12 +44,12 @@ def require_images(loaded: LoadedModel) -> None:
             hidden_SH, other_SH = (hidden_states(loaded, batch)[0].float() for batch in batches)
             ours_SV = find_head(base).logits(hidden_states(loaded, batches[0])[0])
         except (ValueError, TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
-            raise _image_refused(base, f"fails on what its processor makes of an image: {error}") from error
+            raise _image_refused(base, f"fails on the output of its processor for an image: {error}") from error
     difference = float((ours_SV.float() - whole_SV.float()).norm() / whole_SV.float().norm())
     if not difference <= LARGEST_DIFFERENCE[loaded.precision.compute]:
-        raise _image_refused(base, f"changes its logits by {100 * difference:.0f} % where it is trained on an image")
+        raise _image_refused(base, f"gives logits that differ by {100 * difference:.0f} % when trained on an image")
     if torch.equal(hidden_SH, other_SH):
-        raise _image_refused(base, "computes the same from two different images")
+        raise _image_refused(base, "gives the same output for two different images")
 
 
 def _with_image(own: OwnProcessor, pixels: NDArray[Any], device: Device) -> Batch:
@@ -63,7 +63,7 @@ def _with_image(own: OwnProcessor, pixels: NDArray[Any], device: Device) -> Batc
 def _image_refused(base: PreTrainedModel, found: str) -> UsageError:
     return UsageError(
         f"{type(base).__name__} {found}",
-        expected="a model that sees what its own processor makes of an image",
+        expected="a model that uses the output of its image processor",
         fix="choose another model.id, or train on text: remove the sources with images",
     )
 
@@ -113,8 +113,8 @@ def _flash_options(loaded: LoadedModel, body: torch.nn.Module, batch: Batch) -> 
 def _documents_of(
     batch: Batch, body: nn.Module, positions_BS: Tensor | None, *, handed_over: bool, masked: bool
 ) -> AbstractContextManager[None]:
-    """Context in which transformers' masks separate the documents of `batch`. Does nothing if they are not known, as in
-    a slice of sequence parallelism; transformers then infers them from position ids. `handed_over`: the kernel needs no
+    """Context in which transformers' masks separate the documents of `batch`. Does nothing if they are unknown, as in a
+    slice of sequence parallelism; transformers then infers them from position ids. `handed_over`: the kernel needs no
     mask. `masked`: the decoder is given a mask for padding."""
     if batch.documents is None:
         return nullcontext()

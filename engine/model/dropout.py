@@ -262,7 +262,7 @@ def settle_dropout(
             if _in_encoder(path):
                 notices.append(_switched_off(path + key, "only the decoder's dropout is keyed"))
             elif key in SKIPPING_KEYS:
-                notices.append(_switched_off(path + key, "which layers it skips would change with the micro-batch"))
+                notices.append(_switched_off(path + key, "the layers it skips would depend on the micro-batch"))
             elif key not in ATTENTION_KEYS or kept:
                 continue
             elif asked != "off":
@@ -297,17 +297,17 @@ def _in_encoder(path: str) -> bool:
 
 
 def _switched_off(what: str, reason: str) -> str:
-    return f"{what} of the model's config is switched off: {reason}"
+    return f"{what} of the model's config is disabled: {reason}"
 
 
 def _lost_attention_dropout(what: str, kernel: str, asked: str, shared: bool) -> str:
     if shared:
-        return _switched_off(what, "ranks that share sequences have parts of the masks")
+        return _switched_off(what, "ranks that share sequences have only parts of the masks")
     if asked == "keep":
-        return _switched_off(what, f'{kernel} has no dropout here; model.attention = "eager" has')
+        return _switched_off(what, f'{kernel} does not support dropout here; model.attention = "eager" does')
     return _switched_off(
         what,
-        f"masks that {kernel} draws would change with the micro-batch; "
-        'model.attention = "eager" keeps it without that, model.attention_dropout = "keep" at the price that an '
-        'out-of-memory error changes what is learned, and "off" agrees',
+        f"the masks of {kernel} would depend on the micro-batch; to keep dropout, set model.attention = "
+        '"eager", or model.attention_dropout = "keep", with which an out-of-memory error changes the '
+        'training result; "off" removes this notice',
     )

@@ -99,13 +99,13 @@ def expert_balance(recipe: Recipe, loaded: LoadedModel) -> ExpertBalance | None:
     if family not in TOP_K_FAMILIES:
         _refuse(family, wanted)
         if recipe.moe.watch_experts:
-            loaded.notices.append(f"the use of experts is not watched: {family} chooses them by a rule of its own")
+            loaded.notices.append(f"expert utilisation is not measured: {family} has its own rule to choose experts")
         return None
     learns = routers_learn(loaded.base)
     if wanted and not learns:
         loaded.notices.append(
-            f"moe.aux_loss_weight = {wanted}, but no router is trained: only the layers before the routers learn from "
-            "it. Set moe.freeze_router = false to train them, or moe.aux_loss_weight = 0"
+            f"moe.aux_loss_weight = {wanted}, but no router is trained: it only affects the layers before the "
+            "routers. Set moe.freeze_router = false to train them, or moe.aux_loss_weight = 0"
         )
     default = float(loaded.config.router_aux_loss_coef) if learns else 0.0
     weight = default if wanted is None else wanted

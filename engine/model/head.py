@@ -63,7 +63,8 @@ def find_head(model: PreTrainedModel) -> OutputHead:
     project = model.get_output_embeddings()
     if project is None:
         raise UsageError(
-            f"{type(model).__name__} does not name the module that computes its logits", fix="choose another model.id"
+            f"{type(model).__name__} does not declare the module that computes its logits",
+            fix="choose another model.id",
         )
     head = OutputHead(project, 1.0, None)
     with _disable_current_modes(), torch.no_grad(), torch.device("cpu"):  # also of a model without values
@@ -117,14 +118,14 @@ def _scale_and_cap(ratio_SH: Tensor, given_SV: Tensor, logits_SV: Tensor, name: 
     scaled_SV = given_SV * behind
     expected_SV = scaled_SV if cap is None else (scaled_SV / cap).tanh() * cap
     if not torch.allclose(logits_SV, expected_SV, rtol=SAME, atol=0.0):
-        raise _strange(name, "changes its logits behind the head, not by a factor or a cap")
+        raise _strange(name, "changes its logits after the head by more than a factor or a cap")
     return before * behind, cap
 
 
 def _strange(name: str, found: str) -> UsageError:
     return UsageError(
         f"{name} {found}",
-        expected="a model whose logits are those of its head, scaled or capped",
+        expected="a model whose logits are the output of its head, scaled or capped",
         fix="choose another model.id",
     )
 

@@ -140,7 +140,7 @@ def load_model(
     if device.torch_device.type == "cuda" and keyed_dropouts(loaded.model):
         problem = use_kernel(device.torch_device)
         if problem is not None:
-            loaded.notices.append(f"dropout takes eleven kernels instead of one, and more memory: {problem}")
+            loaded.notices.append(f"dropout uses eleven kernels instead of one, and more memory: {problem}")
     if place is None:
         device.adopt([*loaded.model.parameters(), *loaded.model.buffers()])
     return loaded
@@ -211,13 +211,13 @@ def fuse_modules(loaded: LoadedModel, spec: RunSpec) -> None:
         loaded.fused = FusedModules(decoder_of(loaded.base)) or None
     elif wants_fused_kernels(spec):
         loaded.notices.append(
-            "torch computes norms, gated blocks and rotary embedding, at about 0.8 of the speed: "
-            f"{install_command('cuda', ['liger-kernel'])} brings fused kernels"
+            "norms, gated blocks and rotary embedding run in plain torch, at about 0.8 of the speed; for fused "
+            f"kernels: {install_command('cuda', ['liger-kernel'])}"
         )
 
 
 def _recompute_order(spec: RunSpec, config: PreTrainedConfig) -> tuple[int, ...]:
-    """The order that plans assume; empty for a family without a closed form, whose simulation follows the model."""
+    """The order that plans assume; empty for a family without a memory formula, whose simulation follows the model."""
     try:
         arch = from_config(config.to_dict())
     except UnknownArchitectureError:
@@ -240,8 +240,8 @@ def _linear_attention(config: PreTrainedConfig, device_kind: str) -> list[str]:
     if device_kind != "cuda" or "linear_attention" not in layers or is_flash_linear_attention_available():
         return []
     return [
-        "linear attention is computed by torch, at about half the speed: "
-        f"{install_command('linear-attention', ['flash-linear-attention'])} brings its kernels"
+        "linear attention runs in plain torch, at about half the speed; for fused kernels: "
+        f"{install_command('linear-attention', ['flash-linear-attention'])}"
     ]
 
 
@@ -333,11 +333,11 @@ def _expect_complete(start: StartingWeights, report: dict[str, Any]) -> None:
     missing = sorted(report["missing_keys"])
     misshapen = sorted(str(entry[0]) for entry in report["mismatched_keys"])
     if missing or misshapen:
-        what = "missing" if missing else "of another shape than config.json says"
+        what = "missing" if missing else "of a different shape than in config.json"
         raise UsageError(
             f"{len(missing or misshapen)} weights of {start.base} are {what}, such as {(missing or misshapen)[0]}",
             expected="safetensors files with every weight of the config's architecture",
-            fix="download or export the model again; an unfinished download leaves files out",
+            fix="download or export the model again; an unfinished download lacks files",
         )
 
 
@@ -364,12 +364,12 @@ def _nf4_config(spec: RunSpec, settings: ModelSettings, device: Device) -> BitsA
 
     if device.torch_device.type not in supported_torch_devices:
         raise EnvironmentProblem(
-            f'model.quantize = "nf4": the installed bitsandbytes does not compute on {device.name}',
+            f'model.quantize = "nf4": the installed bitsandbytes does not support {device.name}',
             fix='set model.quantize = "none"',
         )
     if spec.recipe.method.kind == "full" or has_new_weights(spec, settings.start):
         raise UsageError(
-            'model.quantize = "nf4" holds a frozen base with real weights',
+            'model.quantize = "nf4" needs a frozen base with pretrained weights',
             expected='method.kind = "lora" and model.init = "pretrained"',
             fix='set model.quantize = "none"',
         )
@@ -394,7 +394,7 @@ def _apply_method(
     if method.kind == "full":
         if start.adapter is not None:
             raise UsageError(
-                f"{start.adapter} is an adapter, which full fine-tuning does not go on from",
+                f"{start.adapter} is an adapter, and full fine-tuning cannot continue an adapter",
                 fix='set method.kind = "lora", or merge the adapter first',
             )
         names = dict(model.named_parameters())

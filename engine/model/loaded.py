@@ -165,7 +165,7 @@ class LoadedModel:
         base = self.base
         on = layers is not False and layers > 0
         if on and not base.supports_gradient_checkpointing:
-            self.notices.append(f"{base.config.model_type} does not support gradient checkpointing; it stays off")
+            self.notices.append(f"{base.config.model_type} does not support gradient checkpointing, which stays off")
             return
         # transformers calls it activation checkpointing since 5.23, before that gradient checkpointing.
         kind = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
@@ -321,7 +321,7 @@ def tile_mlps(loaded: LoadedModel, recipe: Recipe) -> None:
     loaded.tiles = None if loaded.autocast_dtype else tiles_of(loaded.model, loaded.base)
     loaded.set_mlp_tiles(train.mlp_tiles)
     if loaded.tiles is None and train.mlp_tiles > 1:
-        loaded.notices.append("train.mlp_tiles changes nothing here: feed-forward blocks are computed whole")
+        loaded.notices.append("train.mlp_tiles has no effect here: feed-forward blocks are computed whole")
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ def _write_weights(state: dict[str, Tensor], folder: Path) -> Hashes:
 def _other_parameters(folder: Path, saved: set[str], present: set[str]) -> UsageError:
     odd = sorted(saved ^ present)
     return UsageError(
-        f"{folder} holds other parameters than this model trains ({len(odd)} differ, such as {odd[0]})",
+        f"{folder} has different parameters than this model trains ({len(odd)} differ, such as {odd[0]})",
         expected="the model and method the checkpoint was written with",
         fix="resume without changing model and method",
     )

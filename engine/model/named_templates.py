@@ -74,8 +74,8 @@ def named_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
         fitting = [other for other, each in NAMED.items() if all(token in vocabulary for token in each.tokens)]
         added = f"--set 'model.add_tokens={json.dumps(missing)}'"
         raise UsageError(
-            f'model.chat_template = "{name}": the tokenizer has no token {" or ".join(missing)}',
-            expected=f"a template whose tokens it has: {', '.join(fitting)}",
+            f'model.chat_template = "{name}": the tokenizer does not have the tokens {", ".join(missing)}',
+            expected=f"a template whose tokens exist: {', '.join(fitting)}",
             fix=f"add --set model.chat_template={fitting[0]}, or {added} to train them",
         )
     return NAMED[name].text

@@ -139,7 +139,7 @@ def expect_scaled(model: nn.Module, scaling: RopeScaling) -> None:
         raise UsageError(
             f"model.rope_scaling: {type(model).__name__} computes its positions without it",
             expected="a model whose rotary embedding reads rope_parameters of its config",
-            fix="leave model.rope_scaling out",
+            fix="leave out model.rope_scaling",
         )
 
 
@@ -155,8 +155,9 @@ def fix_frequencies(model: nn.Module, length: int) -> list[str]:
         fixed, scale = compute(module.config, frequencies.device, seq_len=length, layer_type=layer_type)
         if frequencies.device.type != "meta" and not torch.equal(fixed, frequencies):
             notices.append(
-                f"{kind} positions: every sequence gets the frequencies for data.max_length = {length}; those for the "
-                "longest sequence of a micro-batch would change what is learned with the micro-batch"
+                f"{kind} positions: every sequence uses the frequencies for data.max_length = {length}, "
+                "because frequencies for the longest sequence of a micro-batch would make training depend on "
+                "the micro-batch"
             )
         frequencies.copy_(fixed)
         setattr(module, f"{prefix}attention_scaling", scale)

@@ -37,8 +37,8 @@ def choose_precision(model: Model, method: Method, model_type: str, device: Devi
         notices.append(f"{device.name} has no native bfloat16; it is emulated and slow")
     if compute == torch.float16 and model_type.startswith(OVERFLOWING_FAMILIES):
         notices.append(
-            f"{model_type} models are known to overflow in float16; watch for skipped steps, "
-            "or set model.dtype to bfloat16 or float32"
+            f"{model_type} models are known to overflow in float16; check for skipped steps, or set "
+            "model.dtype to bfloat16 or float32"
         )
     if compute != torch.float16:
         return Precision(compute, compute, notices=notices)

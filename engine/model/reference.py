@@ -49,12 +49,12 @@ def find_starting_weights(model: Model) -> StartingWeights:
         return StartingWeights(place, model.revision, adapter)
     if adapter is not None:
         raise UsageError(
-            f"model.id = {model.id!r} is itself an adapter, and model.adapter names another",
+            f"model.id = {model.id!r} is an adapter, and model.adapter is a second one",
             fix="remove one of the two, or merge the first into its base",
         )
     if model.init == "random":
         raise UsageError(
-            f'model.id = {model.id!r} is an adapter, and model.init = "random" would put it on a base it does not know',
+            f'model.id = {model.id!r} is an adapter, and model.init = "random" would put it on an untrained base',
             fix='set model.init = "pretrained"',
         )
     base, revision = base_of_adapter(Path(place))
@@ -74,7 +74,7 @@ def base_of_adapter(folder: Path) -> tuple[str, str | None]:
         return str(base), None if revision is None else str(revision)
     if run is None:
         raise UsageError(
-            f"{folder / ADAPTER_CONFIG} does not name its base model",
+            f"{folder / ADAPTER_CONFIG} does not name a base model",
             expected="a hub id there, or the adapter in the folder of its run",
             fix=f"set model.id to the base, and model.adapter to {folder}",
         )
@@ -103,8 +103,8 @@ def find_run_weights(text: str) -> Path:
     if not folder.is_dir():
         raise UsageError(
             f"{text}: {folder} does not exist",
-            expected=f"a step written under {run.checkpoints}, or best",
-            fix=f"choose one of: {', '.join(_steps(run)) or 'none is left'}",
+            expected=f"a step in {run.checkpoints}, or best",
+            fix=f"choose one of: {', '.join(_steps(run)) or 'none left'}",
         )
     result_files(folder, run.path)
     return folder
@@ -120,7 +120,7 @@ def refuse_removed(run: RunDirectory, which: str, text: str) -> None:
     raise UsageError(
         f"{text}: {removed.explain(name)}",
         expected=f"the stage's result: {text.rpartition('@')[0] or name}",
-        fix=f"leave the step out; to keep them the next time: --set stages.{name}.checkpoint.keep=2",
+        fix=f"leave out the step; to keep checkpoints next time: --set stages.{name}.checkpoint.keep=2",
     )
 
 
@@ -134,7 +134,9 @@ def _local(text: str) -> str:
             result_files(folder, run)
         return str(folder.resolve())
     if text.startswith(("/", "./", "../", "~")):
-        raise UsageError(f"no folder {text}", expected="a model folder, hub id or builtin:tiny", fix="correct the path")
+        raise UsageError(
+            f"there is no folder {text}", expected="a model folder, hub id or builtin:tiny", fix="correct the path"
+        )
     return text
 
 
@@ -144,8 +146,8 @@ def _result(run: RunDirectory, text: str) -> Path:
             return folder
     raise UsageError(
         f"{text}: this run has no result yet",
-        expected="a finished run, or a checkpoint of it",
-        fix=f"name one, such as {text}@{(_steps(run) or ['best'])[-1]}",
+        expected="a finished run, or one of its checkpoints",
+        fix=f"add one, such as {text}@{(_steps(run) or ['best'])[-1]}",
     )
 
 
@@ -155,7 +157,7 @@ def _checkpoint(run: RunDirectory, which: str, text: str) -> Path:
             which = str(int(read_table(run.checkpoints / "best")["step"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
-                f"{text}: this run has no best checkpoint", fix="name a step, or leave @best out"
+                f"{text}: this run has no best checkpoint", fix="add a step, or leave out @best"
             ) from error
     if not which.isdecimal():
         raise UsageError(f"{text}: {which!r} is not a step", expected="a step number or best", fix="correct it")

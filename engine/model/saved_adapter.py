@@ -94,7 +94,7 @@ def open_adapter(
     if trainable and not isinstance(model, PeftModel):
         config.task_type = task_type_of(model)
     if trainable and config.is_prompt_learning:
-        raise _not_opened(adapter, config, "it trains a prompt in front of the model, not weights")
+        raise _not_opened(adapter, config, "it trains a prompt, not weights")
     place = "cpu" if model.device.type == "meta" else str(model.device)
     weights = load_peft_weights(
         str(folder), device=place, key_mapping=getattr(model, "_checkpoint_conversion_mapping", None) or None
@@ -120,22 +120,22 @@ def open_adapter(
 def _read_config(folder: Path, adapter: str) -> PeftConfig:
     if not (folder / ADAPTER_CONFIG).is_file():
         raise AdapterError(
-            f"{adapter} has no {ADAPTER_CONFIG}", expected="an adapter as peft saves it", fix="check model.adapter"
+            f"{adapter} has no {ADAPTER_CONFIG}", expected="an adapter as saved by peft", fix="check model.adapter"
         )
     if not (folder / ADAPTER_WEIGHTS).is_file():
         others = sorted(path.name for path in folder.glob("adapter_model*"))
         raise AdapterError(
             f"{adapter} has no {ADAPTER_WEIGHTS}" + (f", only {', '.join(others[:SHOWN])}" if others else ""),
-            expected="the weights in one safetensors file",
-            fix="open it with peft where it was made, and save it again with save_pretrained",
+            expected="weights in one safetensors file",
+            fix="load it with peft on the machine where it was made, and save it again with save_pretrained",
         )
     try:
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
     except (KeyError, TypeError, ValueError) as error:
         raise AdapterError(
             f"{adapter}: the installed peft cannot read {ADAPTER_CONFIG}: {error}",
-            expected="an adapter of a type that this version of peft has",
-            fix="install the version of peft that made it (key peft_version there)",
+            expected="an adapter type that the installed peft supports",
+            fix="install the version of peft that wrote it (key peft_version in that file)",
         ) from error
     return config
 
@@ -190,9 +190,9 @@ def _add_modules(model: nn.Module, config: Any, in_full: Sequence[str], weights:
     for name in added:
         if name in adapted:
             raise AdapterError(
-                f"method.also_train names {name}, which has matrices of the adapter that is continued",
-                expected="a module without them",
-                fix="take it out of method.also_train",
+                f"method.also_train includes {name}, which already has matrices of the continued adapter",
+                expected="a module without adapter matrices",
+                fix="remove it from method.also_train",
             )
     if added:
         config.modules_to_save = [*saved, *added]
@@ -263,7 +263,7 @@ def _expect_equal(base: Tensor, saved: Tensor, key: str, adapter: str) -> None:
         same = torch.equal(base.detach().to(saved.dtype), saved.to(base.device))
     if not same:
         raise AdapterError(
-            f"{adapter} brings its own {_module_of(key)} {list(saved.shape)}, and the base's is "
+            f"{adapter} includes {_module_of(key)} of shape {list(saved.shape)}, but the base's is "
             + (f"{list(base.shape)}" if base.shape != saved.shape else "different"),
             expected="the base that the adapter was trained on",
             fix="set model.id to that base; if the adapter was trained with added tokens, resize the base to them and "
@@ -279,12 +279,14 @@ def _expect_shapes(ours: Mapping[str, Tensor], weights: Mapping[str, Tensor], re
     key = wrong[0]
     theirs, mine = list(weights[key].shape), list(ours[key].shape)
     rows = key.endswith((".weight", ".trainable_tokens_delta")) and theirs[1:] == mine[1:] and ".lora_" not in key
-    cause = "the adapter was trained after tokens were added to the vocabulary" if rows else "it is of another base"
+    cause = (
+        "the adapter was trained after tokens were added to the vocabulary" if rows else "it belongs to another base"
+    )
     raise AdapterError(
-        f"{read.adapter}: {len(wrong)} of {len(weights)} tensors have other shapes than {read.base} has: "
-        f"{_module_of(key)} is {theirs} there, and {mine} in the model; {cause}",
+        f"{read.adapter}: {len(wrong)} of {len(weights)} tensors do not have the shapes of {read.base}: "
+        f"{_module_of(key)} is {theirs} in the adapter and {mine} in the model; {cause}",
         expected="the base that the adapter was trained on",
-        fix="name the added tokens in model.add_tokens, or set model.id to the base with the larger vocabulary"
+        fix="list the added tokens in model.add_tokens, or set model.id to the base with the larger vocabulary"
         if rows
         else "set model.id to the adapter's base",
     )
@@ -294,9 +296,9 @@ def _mismatch(read: _Reading, lacking: list[str], surplus: list[str], needed: in
     """The error for an adapter whose files and model do not fit."""
     found = []
     if surplus:
-        found.append(f"{len(surplus)} of {present} tensors fit no layer of {read.base} ({_some(surplus)})")
+        found.append(f"{len(surplus)} of {present} tensors do not match a layer of {read.base} ({_some(surplus)})")
     if lacking:
-        found.append(f"{len(lacking)} of the adapter's {needed} weights are in no file ({_some(lacking)})")
+        found.append(f"{len(lacking)} of the adapter's {needed} weights are missing from the files ({_some(lacking)})")
     return AdapterError(
         f"{read.adapter}: {'; '.join(found)}{_likely_cause(surplus, lacking)}",
         expected="an adapter of this model, with all of its weights",

@@ -114,7 +114,7 @@ def _reason(
         for pattern in module._keys_to_ignore_on_load_unexpected or ()
     ]  # fmt: skip
     if any(re.search(pattern, each) for pattern in ignored for each in (entry.name, name)):
-        return "transformers' class leaves it out", False
+        return "the transformers class leaves it out", False
     if name in dict(model.named_buffers()) or name.endswith("inv_freq"):
         return "the model computes it", False
     if prod(entry.shape) <= 1:
@@ -123,10 +123,10 @@ def _reason(
     if isinstance(holder, nn.ModuleList) and rest[0].isdigit():
         counted = int(rest[0]) < len(holder) + _predicting_layers(model)
         if counted or (holder, int(rest[0])) in other_layers:
-            return "a layer of multi-token prediction", False
-        return f"a layer behind the last of {len(holder)}", True
+            return "a layer for multi-token prediction", False
+        return f"a layer after the last of {len(holder)}", True
     if not in_layer and len(rest) > 1:
-        return "a part that transformers' class does not have", False
+        return "a part that the transformers class does not have", False
     return f"{type(holder).__name__} has no {'.'.join(rest)}", True
 
 
@@ -156,11 +156,11 @@ def refuse_foreign(unread: list[Unread], base: str) -> None:
     if foreign:
         first = foreign[0]
         raise UsageError(
-            f"{len(foreign)} tensors of {base}, such as {first.entry.name}, are in no weight of the model that its "
-            f"config.json describes ({first.reason}): the files belong to another model",
-            expected="a config.json that has a place for each weight of the files",
-            fix="take the config.json that belongs to the files; if these tensors are not needed, open the model with "
-            "transformers' from_pretrained and save it to another folder, which leaves them out",
+            f"{len(foreign)} tensors of {base}, such as {first.entry.name}, do not belong to the model "
+            f"described by its config.json ({first.reason}): the files belong to another model",
+            expected="a config.json that matches the weights in the files",
+            fix="use the config.json that belongs to the files; if these tensors are not needed, load the model "
+            "with from_pretrained of transformers and save it to another folder without them",
         )
 
 
@@ -170,9 +170,10 @@ def sentence_on(unread: list[Unread]) -> str | None:
     if not copied:
         return None
     return (
-        f"{len(copied)} tensors of the base, such as {copied[0].entry.name}, are not read by transformers' class "
-        f"({copied[0].reason}): they are not trained, and a merged or full result has them as the base does. If they "
-        "predict further tokens, speculative decoding accepts fewer of them"
+        f"{len(copied)} tensors of the base, such as {copied[0].entry.name}, are not loaded by the "
+        f"transformers class ({copied[0].reason}): they are not trained, and are copied unchanged into a "
+        "merged or full result. If they are used for multi-token prediction, speculative decoding accepts "
+        "fewer tokens"
     )
 
 

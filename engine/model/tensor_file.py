@@ -140,7 +140,7 @@ def _thread() -> ThreadPoolExecutor | None:
 
 def _bytes_of(entry: FileTensor, tensor: Tensor) -> memoryview:
     if FileTensor.like(entry.name, tensor) != entry:
-        raise ValueError(f"{entry} was to be written, not {tensor.dtype} {tuple(tensor.shape)}")
+        raise ValueError(f"expected {entry}, not {tensor.dtype} {tuple(tensor.shape)}")
     if not tensor.numel():
         return memoryview(b"")
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))  # one element may have any stride
@@ -193,6 +193,6 @@ def expect_shape(target: Tensor, saved: Sequence[int], name: str) -> None:
     """Raise UsageError unless `target` has the shape `saved`."""
     if list(target.shape) != list(saved):
         raise UsageError(
-            f"{name} was saved with shape {tuple(saved)}, the model has {tuple(target.shape)}",
+            f"{name} was saved with shape {tuple(saved)}, but the model has {tuple(target.shape)}",
             fix="resume with the model and method the run was started with",
         )

@@ -48,7 +48,7 @@ def _grow(model: PreTrainedModel, rows: int) -> None:
         raise _cannot_grow(model, str(error)) from error
     head = language_model(model).get_output_embeddings()
     if head is None or embedding_rows(model) != rows or len(head.weight) != rows:
-        raise _cannot_grow(model, "its output head has another size")
+        raise _cannot_grow(model, "its output head has a different size")
     with torch.no_grad():
         for each in {id(w): w for w in (model.get_input_embeddings().weight, head.weight)}.values():
             table_VH = cast(Tensor, each)
@@ -103,9 +103,9 @@ def _mean(table_VH: Tensor) -> Tensor:
 
 def _cannot_grow(model: PreTrainedModel, reason: str) -> UsageError:
     return UsageError(
-        f"{type(model).__name__} takes no more tokens: {reason}",
+        f"{type(model).__name__} does not support added tokens: {reason}",
         expected="a model whose embedding transformers can resize",
-        fix="leave out model.add_tokens, or name tokens that the vocabulary has",
+        fix="leave out model.add_tokens, or use tokens that are in the vocabulary",
     )
 
 
@@ -126,9 +126,9 @@ def row_targets(model: PreTrainedModel, ids: list[int], whole: list[str]) -> dic
     if whole and any(name in whole for name in found) and not all(name in whole for name in found):
         missing = next(name for name in found if name not in whole)
         raise UsageError(
-            f"method.also_train trains one side of the added tokens, but not {missing}",
-            expected="embedding and head trained alike",
-            fix=f'add "{missing}" to method.also_train, or take the other out',
+            f"method.also_train trains only part of the added tokens' weights, not {missing}",
+            expected="both embedding and head",
+            fix=f'add "{missing}" to method.also_train, or remove the other',
         )
     return {name: ids for name in found if name not in whole}
 
@@ -141,9 +141,9 @@ def expect_trained_ends(model: PreTrainedModel) -> None:
     if frozen:
         name = next(name for name, module in model.named_modules() if module is frozen[0])
         raise UsageError(
-            f"model.add_tokens: {name} is frozen, and would never learn the added tokens",
-            expected="embedding and output head trained",
-            fix=f'add "{name}" to method.train_only, or take it out of method.freeze',
+            f"model.add_tokens: {name} is frozen, so the added tokens would not be trained",
+            expected="trained embedding and output head",
+            fix=f'add "{name}" to method.train_only, or remove it from method.freeze',
         )
 
 
@@ -155,8 +155,8 @@ def expect_rows_of(model: PeftModel, adapter: str, ids: list[int]) -> None:
     rows = saved.values() if isinstance(saved, dict) else [saved]
     if any(sorted(each) != ids for each in rows) or (ids and not saved and not whole):
         raise UsageError(
-            f"the adapter {adapter} trains other tokens than model.add_tokens names",
-            expected="the tokens that the adapter was trained with",
+            f"the adapter {adapter} was trained with other added tokens than model.add_tokens",
+            expected="the tokens of the adapter",
             fix="set model.add_tokens as in the recipe of the adapter",
         )
 

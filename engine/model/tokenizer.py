@@ -48,11 +48,11 @@ from engine.model.tokenizer_patterns import require_bounded_expressions
 PREPROCESSOR, PROCESSOR, _ = PROCESSOR_FILES
 
 PATCH_MODELS = ("qwen2_vl", "qwen2_5_vl")
-"""Model types that take images of any size as patches, and whose memory has a closed form."""
+"""Model types that take images of any size as patches, and that have a memory formula."""
 
 SQUARE_MODELS = ("gemma3",)
-"""Model types whose images are all resized to one size, and whose memory has a closed form. Images of all other types
-are what their own processor makes of them."""
+"""Model types whose images are all resized to one size, and that have a memory formula. Images of all other
+types are what their own processor makes of them."""
 
 
 def load_chat_processor(spec: RunSpec, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor | None:
@@ -105,8 +105,8 @@ def _bound_pixels(processor: Any, data: Data, config: PreTrainedConfig) -> None:
     # In processors with a grid of merged patches the edges are areas; elsewhere they are sides.
     if not hasattr(processor, "merge_size") or not {"shortest_edge", "longest_edge"} <= size.keys():
         raise UsageError(
-            f"data.image_min_pixels and data.image_max_pixels do not apply to images of a {config.model_type} model: "
-            f"its processor resizes to {size}",
+            f"data.image_min_pixels and data.image_max_pixels have no effect for a {config.model_type} model: "
+            f"its processor resizes images to {size}",
             fix="remove both keys",
         )
     processor.size = {**size, **given}
@@ -141,8 +141,9 @@ def _processor_class(name: str | None, config: PreTrainedConfig) -> Any:
     found = None if name is None else processing_auto.processor_class_from_name(name)
     if found is None:
         raise UsageError(
-            f"{config.model_type} models take no images here: transformers has no processor {name or 'for them'}",
-            expected="a model whose processor turns an image and a text into its inputs",
+            f"images are not supported for {config.model_type} models: transformers has no processor "
+            f"{name or 'for them'}",
+            expected="a model with a processor for images and text",
             fix="choose another model.id, or train on text: remove the sources with images",
         )
     return found

@@ -50,7 +50,7 @@ def require_bounded_expressions(tokenizer: PreTrainedTokenizerBase, source: str)
     if problem:
         raise UsageError(
             f"tokenizer.json of {source}: its regular expressions {problem}",
-            expected="expressions that split any text in a time by its length",
+            expected="expressions that split a text in time proportional to its length",
             fix="use the tokenizer of the model's original author: set model.tokenizer",
         )
 

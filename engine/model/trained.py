@@ -99,8 +99,8 @@ def freeze_parameters(model: nn.Module, method: Method, frozen_by_default: Itera
     learning = {id(by_name[name]) for name in trained} - {id(by_name[name]) for name in frozen}
     if not learning:
         raise UsageError(
-            "method.train_only and method.freeze leave nothing that learns",
-            expected="at least one parameter left",
+            "method.train_only and method.freeze leave no trainable parameters",
+            expected="at least one trainable parameter",
             fix="remove one of the patterns",
         )
     for parameter in by_name.values():

@@ -129,7 +129,7 @@ def _obstacle(loaded: LoadedModel) -> str:
         return "attends to more than the tokens before"
     decoder_class: Any = type(decoder_of(loaded.base))
     if not decoder_class._can_set_attn_implementation():
-        return "has an attention of its own, which does not go through transformers' interface"
+        return "has its own attention, which does not use the interface of transformers"
     return ""
 
 
@@ -158,6 +158,6 @@ def verify_ulysses_attention(loaded: LoadedModel, attention: UlyssesAttention) -
     if error <= tolerance * max(size, 1e-3):
         return ""
     return (
-        f"{loaded.config.model_type} computes something else when its sequences lie on several devices (off "
-        f"by {error:.3g} of {size:.3g}): it looks at other positions outside attention"
+        f"{loaded.config.model_type} gives different results when sequences are split over devices (off by "
+        f"{error:.3g} of {size:.3g}): it uses other positions outside attention"
     )

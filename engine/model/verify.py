@@ -48,8 +48,8 @@ def require_causality(loaded: LoadedModel) -> None:
         one, two = (decoder_output(loaded, _plain(each, loaded))[0][0, :-1].float() for each in (row, other))
     if (moved := _relative(one, two)) > LARGEST_MOVE[loaded.precision.compute]:
         raise UsageError(
-            f"{type(loaded.base).__name__} lets tokens see those behind them: changing the last token of a row moves "
-            f"the hidden states before it by {100 * moved:.0f} %",
+            f"{type(loaded.base).__name__} lets tokens attend to later ones: changing the last token of a row "
+            f"changes the hidden states before it by {100 * moved:.0f} %",
             expected="a causal language model, which predicts each token from those before it",
             fix="choose another model.id",
         )
@@ -70,11 +70,11 @@ def require_separation(loaded: LoadedModel) -> None:
         )
     if (moved := _relative(packed, exchanged)) > LARGEST_MOVE[loaded.precision.compute]:
         raise _refusal(
-            f"changing a document moves the hidden states of the one packed behind it by {100 * moved:.0f} %"
+            f"changing a document changes the hidden states of the next packed document by {100 * moved:.0f} %"
         )
     if (differs := _relative(packed, alone)) > LARGEST_DIFFERENCE[loaded.precision.compute]:
         raise _refusal(
-            f"the hidden states of a packed document differ by {100 * differs:.0f} % from those it has alone"
+            f"the hidden states of a packed document differ by {100 * differs:.0f} % from those without packing"
         )
 
 
@@ -83,8 +83,8 @@ def require_known_family(model_type: str) -> None:
     step, so there the model itself is not asked."""
     if model_type not in FAMILIES:
         raise UsageError(
-            f"data.packing = true, but whether {model_type} keeps packed documents apart is not known, and sharded "
-            "weights cannot be tried before the first step",
+            f"data.packing = true, but it is unknown whether {model_type} keeps packed documents separate, and "
+            "sharded weights cannot be tested before the first step",
             fix='set data.packing = false, or parallel.strategy = "replicated"',
         )
 
@@ -117,7 +117,7 @@ def _relative(one_SH: Tensor, other_SH: Tensor) -> float:
 def _refusal(found: str) -> UsageError:
     return UsageError(
         f"data.packing = true, but with this model {found}",
-        expected="a model that computes packed documents as it computes them alone",
+        expected="a model that gives the same results with and without packing",
         fix="set data.packing = false",
     )
 
@@ -136,15 +136,15 @@ def verify_logits(loaded: LoadedModel, head: OutputHead, device: Device) -> None
         size = float(own_BSV.abs().max())
     if not math.isfinite(size):
         raise UsageError(
-            f"the model's own logits are not finite in {loaded.precision.compute}",
-            expected="a dtype this family can be computed in",
-            fix='set model.dtype to "bfloat16" or "float32"; if that changes nothing, the weights are broken',
+            f"the model's logits are not finite in {loaded.precision.compute}",
+            expected="a dtype that works for this model family",
+            fix='set model.dtype to "bfloat16" or "float32"; if that does not help, the weights are broken',
         )
     tolerance = 1e-4 if loaded.precision.compute == torch.float32 else 4e-2
     if not error <= tolerance * max(size, 1e-3):
         raise UsageError(
-            f"the logits of {model.config.model_type} are not those of its decoder and head (off by {error:.3g} "
-            f"of {size:.3g}), so its loss cannot be computed in pieces",
+            f"the logits of {model.config.model_type} are not the output of its decoder and head (off by "
+            f"{error:.3g} of {size:.3g}), so its loss cannot be computed in chunks",
             expected="an architecture whose logits are scale, soft-cap and head of the hidden states",
             fix="choose another model.id",
         )
@@ -172,11 +172,12 @@ def require_peft_results(loaded: LoadedModel) -> None:
     except PEFT_ERRORS as error:
         if classify(error) is not None:
             raise
-        raise _not_continued(loaded, f"its layers compute nothing: {error}") from error
+        raise _not_continued(loaded, f"its layers fail: {error}") from error
     moved = _difference(ours, theirs)
     if not moved <= LARGEST_DIFFERENCE[loaded.precision.compute]:
         raise _not_continued(
-            loaded, f"peft's own forward pass gives another gradient than training here (they differ by {moved:.0%})"
+            loaded,
+            f"peft's forward pass gives a different gradient than Tunedeck's training (they differ by {moved:.0%})",
         )
 
 
@@ -233,8 +234,8 @@ def _not_continued(loaded: LoadedModel, reason: str) -> UsageError:
     config = cast(PeftModel, loaded.model).peft_config[ADAPTER]
     return UsageError(
         f"the adapter that is continued ({type_name(config)}) cannot be trained here: {reason}",
-        expected="an adapter whose layers alone decide its result, and which can be merged",
-        fix="start a new adapter, with model.adapter left out",
+        expected="an adapter that only changes layers and can be merged",
+        fix="start a new adapter by leaving out model.adapter",
     )
 
 
@@ -273,7 +274,7 @@ def _blaming_text_alone(model: PreTrainedModel) -> Iterator[None]:
         if auto_class(model.config) is not AutoModelForImageTextToText:
             raise
         raise UsageError(
-            f"{type(model).__name__} computes nothing from text alone: {error}",
+            f"{type(model).__name__} cannot run on text alone: {error}",
             expected="a model that predicts text from text alone",
             fix="choose another model.id",
         ) from error

@@ -68,9 +68,9 @@ def refuse_shared_cards(device: Device, ranks: Ranks) -> None:
         first = next(other for other, (_, its) in enumerate(cards) if its == card)
         if first != rank:
             raise EnvironmentProblem(
-                f"ranks {first} and {rank} both work on card {card} of {host}",
-                expected="a card for each rank",
-                fix="choose cards with --devices, or lower device.count; see nvidia-smi -L",
+                f"ranks {first} and {rank} both use GPU {card} of {host}",
+                expected="one GPU for each rank",
+                fix="choose GPUs with --devices, or lower device.count; see nvidia-smi -L",
             )
 
 
@@ -92,9 +92,9 @@ def prove_transfers(run: ProvedRun) -> str:
     told = exchange(run.context.ranks, [own, direct])
     pairs, reached = (sum(each) // 2 for each in zip(*told, strict=True))
     has = f"{SHARED_MEMORY} has {room / 1e6:,.0f} MB"
-    words = f"peer access between {reached} of {pairs} pairs of GPUs of a machine; {has}"
+    words = f"peer access between {reached} of {pairs} pairs of GPUs on a machine; {has}"
     if room < needed:
-        raise DisprovedError(f"{words}, and the other pairs need {needed / 1e6:,.0f} MB there")
+        raise DisprovedError(f"{words}, but the other pairs need {needed / 1000000.0:,.0f} MB")
     return words
 
 
@@ -118,7 +118,7 @@ def prove_collectives(run: ProvedRun) -> str:
         for _ in range(VOTES):
             votes.ready()
         vote_ms = 1000 * (time.perf_counter() - began) / VOTES
-    return f"five kinds of collectives among {ranks.size} ranks are exact; a vote takes {vote_ms:.2f} ms"
+    return f"five kinds of collectives between {ranks.size} ranks are exact; a vote takes {vote_ms:.2f} ms"
 
 
 def prove_bandwidth(run: ProvedRun) -> str:
@@ -155,8 +155,10 @@ def prove_communicators(run: ProvedRun) -> str:
     that the profile leaves for them. Called when all communicators exist."""
     outside, left = _outside_and_left(run)
     if outside > left:
-        raise DisprovedError(f"{_gib(outside)} are held outside torch, and the profile leaves {_gib(left)} for that")
-    return f"{_gib(outside)} are held outside torch by communicators and the CUDA context, of {_gib(left)} left for it"
+        raise DisprovedError(f"{_gib(outside)} are held outside torch, but the profile leaves {_gib(left)} for that")
+    return (
+        f"{_gib(outside)} of {_gib(left)} reserved memory is held outside torch by communicators and the CUDA context"
+    )
 
 
 def _lower_capacity(run: ProvedRun) -> str:
@@ -164,7 +166,7 @@ def _lower_capacity(run: ProvedRun) -> str:
     outside, left = _outside_and_left(run)
     asked = run.spec.profile.device.reserve_gib + max(0, outside - left) / 2**30
     capacity = _gib(run.context.device.capacity_bytes)
-    return f"it trains with {capacity}; device.reserve_gib = {asked:.1f} plans with that"
+    return f"training with {capacity}; to plan with this, set device.reserve_gib = {asked:.1f}"
 
 
 def _outside_and_left(run: ProvedRun) -> tuple[int, int]:
@@ -178,10 +180,13 @@ def _gib(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.1f} GiB"
 
 
-SUMS = "it would learn from wrong sums; NCCL_P2P_DISABLE=1 avoids transfers that a host in between may break"
+SUMS = (
+    "the run ends, because sums of gradients would be wrong; NCCL_P2P_DISABLE=1 avoids transfers that the host "
+    "may corrupt"
+)
 ROOM = (
-    "it goes on with the communicators that it has; give containers more shared memory: docker run --shm-size=2g or "
-    "--ipc=host"
+    "continuing with the existing communicators; give containers more shared memory: docker run --shm-size=2g "
+    "or --ipc=host"
 )
 TRANSFERS = Proof("transfers", prove_transfers, lambda run: ROOM, _several_cards, votes=True)
 COLLECTIVES = Proof("collectives", prove_collectives, lambda run: SUMS, several)

@@ -44,11 +44,11 @@ def prove_cudnn(run: ProvedRun) -> str:
     # Two lengths at which no plan exists yet: kernels that are compiled for the first of them serve the second.
     firsts = [_seconds(run, by_cudnn, rows, _multiple(length - 1 - number), passes=1) for number in (0, length // 8)]
     plan = max(0.0, min(firsts) - fast)
-    told = f"{rows} x {length} tokens take {1000 * fast:.2f} ms a layer, by flash {1000 * flash:.2f}"
+    told = f"{rows} x {length} tokens take {1000 * fast:.2f} ms per layer, with flash {1000 * flash:.2f}"
     if fast > MOST_OF_FLASH * flash:
         return f"cuDNN is not used: {told}"
     cudnn.use((flash - fast) / (rows * length**2), plan)
-    return f"cuDNN is within {max(errors):.1e} of fp32, gradients too; {told}; {plan:.2f} s for each new shape"
+    return f"cuDNN is within {max(errors):.1e} of fp32, also in gradients; {told}; {plan:.2f} s for each new shape"
 
 
 def _multiple(length: int) -> int:
@@ -83,13 +83,13 @@ def _by_cudnn(run: ProvedRun, query: Tensor, key: Tensor, value: Tensor) -> Tens
 
 
 def _cudnn(run: ProvedRun) -> CudnnAttention:
-    assert run.context.cudnn is not None, "applies() was not asked"
+    assert run.context.cudnn is not None, "applies() was not called"
     return run.context.cudnn
 
 
 def _use_flash(run: ProvedRun) -> str:
     _cudnn(run).in_use = False
-    return "torch's flash kernel computes attention"
+    return "attention uses torch's flash kernel"
 
 
 CUDNN = Proof("cudnn", prove_cudnn, _use_flash, _applies)

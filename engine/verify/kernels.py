@@ -87,7 +87,7 @@ def prove_attention(run: ProvedRun) -> str:
     kernel, variants = run.context.loaded.attention, _variants(run)
     worst = _attention_error(run, kernel)
     beside = "".join(f", {variant.name}" for variant in variants)
-    return f"{kernel} is within {worst:.1e} of fp32 at {LENGTHS[0]} and {LENGTHS[1]} tokens{beside}, gradients too"
+    return f"{kernel} is within {worst:.1e} of fp32 at {LENGTHS[0]} and {LENGTHS[1]} tokens{beside}, also in gradients"
 
 
 def _use_reference_attention(run: ProvedRun) -> str:
@@ -269,7 +269,7 @@ def prove_loss(run: ProvedRun) -> str:
     """Compare the loss and its gradients with the plain loss in fp32."""
     implementation, limit = run.context.loss.implementation, tolerance(run.context.loaded.precision.compute)
     worst = worst_error(_lost(run, implementation), _lost(run, None), limit)
-    return f"{implementation} is within {worst:.1e} of the plain loss in fp32, gradients too"
+    return f"{implementation} is within {worst:.1e} of the plain loss in fp32, also in gradients"
 
 
 def _use_reference_loss(run: ProvedRun) -> str:
@@ -340,27 +340,27 @@ def prove_dropout(run: ProvedRun) -> str:
     """Compare the kernel with the reference, bit for bit, always in the same shapes and dtypes."""
     device = run.context.device.torch_device
     kernel = kernel_in_use(device)
-    assert kernel is not None, "applies() was not asked"
+    assert kernel is not None, "applies() was not called"
     problem = difference(kernel, reference_drop, device)
     if problem is not None:
         raise DisprovedError(problem)
-    return "the dropout kernel draws the masks of the reference, bit for bit"
+    return "the masks of the dropout kernel equal the reference bit for bit"
 
 
 def _use_reference_dropout(run: ProvedRun) -> str:
     stop_using(run.context.device.torch_device)
-    return "dropout takes eleven kernels instead of one, and more memory"
+    return "dropout uses eleven kernels instead of one, and more memory"
 
 
 def prove_determinism(run: ProvedRun) -> str:
     """Run attention and loss twice on the same input, with torch's deterministic algorithms on."""
     if not torch.are_deterministic_algorithms_enabled():
-        raise DisprovedError("torch's deterministic algorithms are not switched on")
+        raise DisprovedError("torch's deterministic algorithms are not enabled")
     if _attention_applies(run):
         kernel = attention_kernel(run, run.context.loaded.attention, Variant())
         require_repeats(lambda: attended(run, kernel, LENGTHS[1]), "attention's ")
     require_repeats(lambda: _lost(run, run.context.loss.implementation), "")
-    return "attention and loss give the same bits twice"
+    return "attention and loss are bitwise equal in two runs"
 
 
 def _use_own_code(run: ProvedRun) -> str:

@@ -43,8 +43,8 @@ def prove_adapter(run: ProvedRun) -> str:
     worst = max(
         worst_error(_adapted(run, count, exact=False), _adapted(run, count, exact=True), limit) for count in counts
     )
-    beside = ", alone and beside another layer" if shared else ""
-    return f"base(x) + B(A(x)){beside} is within {worst:.1e} of fp32, gradients too"
+    beside = ", alone and with another layer" if shared else ""
+    return f"base(x) + B(A(x)){beside} is within {worst:.1e} of fp32, also in gradients"
 
 
 def _use_peft(run: ProvedRun) -> str:
@@ -140,11 +140,13 @@ def prove_nf4(run: ProvedRun) -> str:
     layer = nf4_layer(run, weight)
     back = dequantize_module_weight(layer)
     try:
-        lost = require_close("the weight read back", back, weight, WORST_QUANTISATION)
+        lost = require_close("the dequantised weight", back, weight, WORST_QUANTISATION)
     except DisprovedError as error:
         raise QuantisationError(str(error)) from None
     worst = _nf4_error(run, layer, back)
-    return f"4-bit weights are within {lost:.1e} of theirs, products within {worst:.1e} of fp32, gradients too"
+    return (
+        f"4-bit weights are within {lost:.1e} of the original, products within {worst:.1e} of fp32, also in gradients"
+    )
 
 
 def multiply_dequantised(run: ProvedRun) -> str:
@@ -155,7 +157,7 @@ def multiply_dequantised(run: ProvedRun) -> str:
     except QuantisationError as error:
         raise EnvironmentProblem(
             f"bitsandbytes quantises wrongly on this device: {error}",
-            expected=f"weights within {WORST_QUANTISATION} of those that were read",
+            expected=f"weights within {WORST_QUANTISATION} of the original",
             fix='set model.quantize = "none", or install another bitsandbytes',
         ) from error
     except Exception:  # noqa: BLE001  (the layer fails in any way: that is why it is replaced)
@@ -163,7 +165,7 @@ def multiply_dequantised(run: ProvedRun) -> str:
     for module in run.context.loaded.model.modules():
         if type(module).__name__ == "Linear4bit" and isinstance(module, nn.Linear):
             setattr(module, FORWARD, MethodType(_multiply, module))
-    return "4-bit layers multiply with the weights read back"
+    return "4-bit layers multiply with dequantised weights"
 
 
 def _multiply(layer: Any, x: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def require_close(what: str, found: Tensor | None, expected: Tensor, limit: floa
     exact = expected.detach().double()
     error = float((found.detach().double() - exact).norm() / exact.norm().clamp_min(1e-30))
     if not error <= limit:
-        raise DisprovedError(f"{what} is off by {error:.1e}, at most {limit:.1e} is rounding")
+        raise DisprovedError(f"{what} is off by {error:.1e}; rounding explains at most {limit:.1e}")
     return error
 
 

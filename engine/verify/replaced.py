@@ -55,14 +55,14 @@ def prove_fused(run: ProvedRun) -> str:
     compared = [layer for layer in fused.layers if id(layer) in ends]
     replaced = ReplacedLayers(compared, lambda layer: partial(type(layer).forward, layer), fused.off)
     worst, shapes = _replaced_error(run, replaced)
-    return f"{fused} by fused kernels: layers are within {worst:.1e} of torch's at {shapes} tokens, gradients too"
+    return f"{fused} with fused kernels: layers are within {worst:.1e} of torch at {shapes} tokens, also in gradients"
 
 
 def _stop_fusing(run: ProvedRun) -> str:
     fused, run.context.loaded.fused = run.context.loaded.fused, None
     if fused is not None:
         fused.remove()
-    return "torch computes these modules, and needs more memory for it than planned"
+    return "torch computes these modules, which needs more memory than planned"
 
 
 def _fused_facts(run: ProvedRun) -> list[str]:
@@ -94,7 +94,7 @@ def _leave_to_peft(run: ProvedRun) -> str:
     adapters, run.context.loaded.expert_adapters = run.context.loaded.expert_adapters, None
     if adapters is not None:
         adapters.remove()
-    return "peft computes them, and needs more memory and time than planned"
+    return "peft computes them, which needs more memory and time than planned"
 
 
 def prove_tiled_mlp(run: ProvedRun) -> str:
@@ -115,7 +115,7 @@ def _stop_tiling(run: ProvedRun) -> str:
     tiles, run.context.loaded.tiles = run.context.loaded.tiles, None
     if tiles is not None:
         tiles.remove()
-    return "feed-forward blocks are computed whole, and need more memory than with train.mlp_tiles"
+    return "feed-forward blocks are computed whole, which needs more memory than with train.mlp_tiles"
 
 
 def _model_facts(run: ProvedRun) -> list[str]:
@@ -143,7 +143,7 @@ def prove_compiled(run: ProvedRun) -> str:
     _require_compilable(run)
     layers = CompiledLayers(run.context.loaded)
     if not layers.layers:
-        raise DisprovedError("the model has no layers that gradient checkpointing works on, which are those compiled")
+        raise DisprovedError("the model has no layers that support gradient checkpointing, and only those are compiled")
     began = time.perf_counter()
     try:
         worst, shapes = _replaced_error(run, ReplacedLayers(layers.layers, layers.call, nullcontext, False))
@@ -152,8 +152,8 @@ def prove_compiled(run: ProvedRun) -> str:
     layers.use()
     seconds = time.perf_counter() - began
     return (
-        f"{len(layers.layers)} layers compiled by {layers.backend} in {seconds:.1f} s are within {worst:.1e} of the "
-        f"layers as they are at {shapes} tokens, gradients too"
+        f"{len(layers.layers)} layers compiled by {layers.backend} in {seconds:.1f} s are within {worst:.1e} "
+        f"of the uncompiled layers at {shapes} tokens, also in gradients"
     )
 
 
@@ -164,7 +164,7 @@ def _stop_compiling(run: ProvedRun) -> str:
 
 def _require_compilable(run: ProvedRun) -> None:
     if keyed_dropouts(run.context.loaded.model):
-        raise DisprovedError("the model has dropout, whose masks depend on the step and are not part of a graph")
+        raise DisprovedError("the model has dropout, whose masks depend on the step and cannot be part of a graph")
     if run.context.loss.balance is not None:
         raise DisprovedError("the router logits of the experts are collected inside the layers, outside of a graph")
 

@@ -160,7 +160,7 @@ def prove_sharded_step(run: ProvedRun) -> str:
             trial.run_out(step, *faults[step - CLEAN_STEPS])
         where = f" in step {step + 1}, compared with one rank's,"
         errors.append(worst_error(trial.step(step), expected[step], LIMIT, where))
-    shown = f"{steps} steps of {LAYERS} sharded layers are within {max(errors):.1e} of one rank alone"
+    shown = f"{steps} steps of {LAYERS} sharded layers are within {max(errors):.1e} of a single rank"
     return f"{shown}, also where memory runs out in {', '.join(PLACES)}" if recovers else shown
 
 
@@ -263,7 +263,10 @@ class _Trial:
 SHARDED_STEP = Proof(
     "sharded_step",
     prove_sharded_step,
-    lambda run: "it would learn something else; use parallel.strategy=replicated where a device holds the model",
+    lambda run: (
+        "the run ends, because training would give a different result; use parallel.strategy=replicated if "
+        "the model fits one device"
+    ),
     lambda run: several(run) and not older(torch.__version__, SHARDS_SINCE),
     votes=True,
 )

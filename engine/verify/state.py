@@ -43,10 +43,13 @@ def prove_allocator(run: ProvedRun) -> str:
     _require_returned(device, before)
     ordinary = torch.empty(ORDINARY_BYTES, dtype=torch.uint8, device=device.torch_device)
     if device.memory().allocated_bytes < before + ordinary.nbytes:
-        raise DisprovedError("an allocation after a refused one is not counted")
+        raise DisprovedError("an allocation after a failed one is not counted")
     del ordinary
     _require_returned(device, before)
-    return f"refuses what exceeds {device.capacity_bytes / 2**30:.2f} GiB ({refusal.kind} memory), and allocates after"
+    return (
+        f"allocations above {device.capacity_bytes / 2**30:.2f} GiB fail ({refusal.kind} memory), and later "
+        "ones succeed"
+    )
 
 
 def prove_oom_in_backward(run: ProvedRun) -> str:
@@ -58,13 +61,13 @@ def prove_oom_in_backward(run: ProvedRun) -> str:
     with unfilled_memory():
         failure = catch_oom(lambda: _gradient(weight, too_much(device)), device, "proof")
     if failure is None:
-        raise DisprovedError("backward goes on after an allocation that exceeds the cap")
+        raise DisprovedError("backward continues after an allocation above the cap")
     free_failed_graph(device)
     device.release_cached()
     _require_returned(device, before)
     if weight.grad is not None or not torch.equal(_gradient(weight, 0), expected):
-        raise DisprovedError("the gradient after an OOM differs from the one before it")
-    return "after an OOM in backward all memory is free, and the gradient is the same"
+        raise DisprovedError("the gradient after an out-of-memory error differs from the one before")
+    return "after an out-of-memory error in backward, all memory is free and the gradient is the same"
 
 
 def _stop_growing(run: ProvedRun) -> str:
@@ -100,7 +103,7 @@ def _refused(device: Device) -> OutOfMemory:
         place = device.torch_device
         refusal = catch_oom(lambda: torch.empty(size_bytes, dtype=torch.uint8, device=place), device, "proof")
     if refusal is None:
-        raise DisprovedError(f"{size_bytes:,} bytes above the cap of {device.capacity_bytes:,} are granted")
+        raise DisprovedError(f"{size_bytes:,} bytes above the cap of {device.capacity_bytes:,} were allocated")
     device.release_cached()
     return refusal
 
@@ -139,23 +142,26 @@ def prove_optimizer(run: ProvedRun) -> str:
             tensor.copy_(start[name])
     guard.read_counters()
     _compare_steps(start, once, _stepped(guard, named, run))
-    return f"{type(guard.optimizer).__name__}: state without a step, the same step twice from restored state"
+    return (
+        f"{type(guard.optimizer).__name__}: its state can be allocated without a step, and a step repeats "
+        "exactly from restored state"
+    )
 
 
 def _distrust_optimizer(run: ProvedRun) -> str:
     run.context.guard.distrust()
-    return "a step that fails is undone by going back to the last checkpoint"
+    return "a failed step is undone by going back to the last checkpoint"
 
 
 def _compare_steps(start: dict[str, Tensor], once: dict[str, Tensor], again: dict[str, Tensor]) -> None:
     if start.keys() != once.keys():
         added = sorted(once.keys() - start.keys())
-        raise DisprovedError(f"its first step makes more state ({', '.join(added[:3])})")
+        raise DisprovedError(f"its first step creates more state ({', '.join(added[:3])})")
     for name in start:
         if not torch.equal(once[name], again[name]):
-            raise DisprovedError(f"{name} differs when the step is taken again: some state is not restored")
+            raise DisprovedError(f"{name} differs when the step is repeated: some state is not restored")
         if "::" not in name and torch.equal(start[name], once[name]):
-            raise DisprovedError(f"its step leaves {name} unchanged")
+            raise DisprovedError(f"its step does not change {name}")
 
 
 def _parameters(run: ProvedRun) -> Named:
@@ -205,7 +211,7 @@ def prove_copies(run: ProvedRun) -> str:
             raise DisprovedError(f"offloaded tensor {number} of {COPIES} came back with other values")
         if not torch.equal(device.download(device.upload(device.park(copy))), tensor):
             raise DisprovedError(f"tensor {number} of {COPIES}, kept on the host, has other values")
-    return f"{COPIES} copies in flight arrive as they were sent, and come back from the host"
+    return f"{COPIES} concurrent copies arrive unchanged, and return unchanged from the host"
 
 
 def _there_and_back(device: Device, tensors: list[Tensor]) -> list[Tensor]:
@@ -226,7 +232,7 @@ def _there_and_back(device: Device, tensors: list[Tensor]) -> list[Tensor]:
 
 def _stop_pinning(run: ProvedRun) -> str:
     run.context.device.stop_pinning()
-    return "copies to the device go through ordinary memory"
+    return "copies to the device use pageable memory"
 
 
 def _host_syncs_facts(run: ProvedRun) -> list[str]:
@@ -250,8 +256,8 @@ def prove_host_syncs(run: ProvedRun) -> str:
         if any(True for _ in context.rollback.moving()):
             context.rollback.restore()
     if found:
-        raise DisprovedError(f"the host waits {len(found)} times for the device in a micro-batch, first in {found[0]}")
-    return "the host waits for the device nowhere in a micro-batch"
+        raise DisprovedError(f"the host waits for the device {len(found)} times in a micro-batch, first in {found[0]}")
+    return "the host never waits for the device within a micro-batch"
 
 
 # The plain CPU has no cap on allocated bytes.
@@ -262,7 +268,7 @@ COPIED = Proof("copies", prove_copies, _stop_pinning, facts=lambda run: [])
 HOST_SYNCS = Proof(
     "host_syncs",
     prove_host_syncs,
-    lambda run: "none is needed: it costs time and changes no result",
+    lambda run: "none needed: it costs time but does not change the result",
     lambda run: run.context.strategy.voted_group is None,  # no collectives: one rank can run a micro-batch alone
     _host_syncs_facts,
 )

@@ -120,7 +120,7 @@ def _fallen_back(proof: Proof, run: ProvedRun, fatal: list[EnvironmentProblem]) 
         return proof.fall_back(run)
     except EnvironmentProblem as problem:
         fatal.append(problem)
-        return f"it ends; {problem.fix}"
+        return f"the run ends; {problem.fix}"
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def _outcome(proof: Proof, run: ProvedRun) -> tuple[bool | None, str]:
         clear_frames(error)
         return False, str(error)
     except UndecidedError as error:
-        return None, f"could not be tried: {error}"
+        return None, f"could not be checked: {error}"
     except LostRankError:
         raise
     except Exception as error:  # of any kind: a proof shows whether a kernel or driver fails
@@ -164,11 +164,13 @@ def _outcome(proof: Proof, run: ProvedRun) -> tuple[bool | None, str]:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         if is_sticky(error):
             raise EnvironmentProblem(
-                f"the proof of {proof.name} left the device unusable: {text}",
-                expected="what the recipe asks for to work on this device",
+                f"the check of {proof.name} left the device unusable: {text}",
+                expected="a device that supports the recipe's settings",
                 fix='set model.attention = "sdpa" and train.loss = "chunked", or see tunedeck doctor --gpus',
             ) from error
-        return (None, f"could not be tried: {text}") if classify(error) else (False, f"{type(error).__name__}: {text}")
+        return (
+            (None, f"could not be checked: {text}") if classify(error) else (False, f"{type(error).__name__}: {text}")
+        )
 
 
 def _shown(proof: Proof, run: ProvedRun) -> str:

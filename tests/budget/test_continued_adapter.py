@@ -139,7 +139,7 @@ def test_the_base_of_the_adapters_run_is_compared(tmp_path: Path, base: Path) ->
     run.run_toml.write_text(dump_run_spec(spec_of(tmp_path, base)))
     foreign(base, run.adapter, lora())
     other = write_model(tmp_path / "other", "llama", num_hidden_layers=3)
-    with pytest.raises(UsageError, match=r"other, but the run of the adapter .* started from .*llama"):
+    with pytest.raises(UsageError, match=r"other, but the adapter .* was trained on .*llama"):
         admit(spec_of(tmp_path, other, f"model.adapter=run:{run.path}"))
     admit(spec_of(tmp_path, base, f"model.adapter=run:{run.path}"))
 
@@ -148,7 +148,7 @@ def test_another_base_than_the_adapters_config_names_is_shown(tmp_path: Path, ba
     folder = foreign(base, tmp_path / "adapter", lora())
     other = write_model(tmp_path / "other", "qwen2")
     notices = admit(spec_of(tmp_path, other, f"model.adapter={folder}")).notices
-    assert any(f"names {base} as its base, and model.id is {other}" in notice for notice in notices)
+    assert any(f"was trained on {base}, but model.id is {other}" in notice for notice in notices)
     shutil.copytree(base, tmp_path / "copied")
     same = admit(spec_of(tmp_path, tmp_path / "copied", f"model.adapter={folder}")).notices
-    assert not any("as its base" in notice for notice in same)
+    assert not any("was trained on" in notice for notice in same)

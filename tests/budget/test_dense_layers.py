@@ -41,7 +41,7 @@ def test_their_peak_is_predicted(method: dict[str, Any], checkpointing: bool, tm
 def test_adapters_that_would_land_on_the_experts_instead_are_refused_where_named(tmp_path: Path) -> None:
     method = {"rank": 8, "targets": ["q_proj", "**.mlp.gate_proj"]}
     spec = run_spec(folder_of(MIXED, tmp_path), method=method, train={"batch_size": 4})
-    with pytest.raises(UsageError, match="peft takes that name") as refused:
+    with pytest.raises(UsageError, match="peft applies that name") as refused:
         refuse_unsafe(spec, find_facts(spec.recipe.model))
     assert "all-linear" in refused.value.fix
 

@@ -96,7 +96,7 @@ def test_a_plan_is_for_the_lengths_of_the_data_once_they_were_read_and_says_so(t
     assert known.as_json() == make_plan(spec, known=SequenceBounds(300)).as_json(), (
         "what the engine plans once it has read them"
     )
-    assert "300 tokens is the longest sequence of the data" in plan_text.summary_lines(known, spec)
+    assert "300 tokens is the longest sequence in the data" in plan_text.summary_lines(known, spec)
     assert advise(spec).plan.length == 300
     other = run_spec(data={"max_length": 1024, "sources": [source]})
     assert make_plan(other).length == 1024, "truncation may differ, so the lengths are unknown"
@@ -138,7 +138,7 @@ def test_a_plan_counts_as_many_target_tokens_as_the_data_have_and_says_how_many(
     assert (known.as_json()["length"], known.as_json()["target_tokens"]) == (300, 40)
     assert known.peak_bytes < make_plan(spec, known=SequenceBounds(300)).peak_bytes
     assert advise(spec).plan == known
-    said = "300 tokens is the longest sequence of the data, and 40 the most target tokens of one"
+    said = "300 tokens is the longest sequence in the data; a sample has at most 40 target tokens"
     assert said in plan_text.summary_lines(known, spec)
     preferences["data"]["validation"] = [other]
     held_out = run_spec(**preferences)
@@ -291,7 +291,7 @@ def test_a_plan_names_the_phase_that_decides_and_the_lever_that_moves_it(
     recipe: str, sets: list[str], lever: str
 ) -> None:
     flags = [flag for change in ["model.id=Qwen/Qwen2.5-1.5B", *sets] for flag in ("--set", change)]
-    decides = next(line for line in shown(recipe, flags) if "decides (*)" in line)
+    decides = next(line for line in shown(recipe, flags) if "(*); to lower it" in line)
     assert lever in decides
 
 

@@ -35,8 +35,8 @@ def test_pairs_go_through_the_template_unless_the_source_says_none(name: str, te
     file.parent.mkdir(exist_ok=True)
     file.write_text(text, "utf-8")
     place = file if file.parent == tmp_path else file.parent
-    assert notes(place).startswith("prompts and completions of mine go through the model's chat template; ")
-    assert "plain text, outside the chat template" in notes(place, template="none")
+    assert notes(place).startswith("prompts and completions of mine are rendered with the model's chat template; ")
+    assert "plain text without the chat template" in notes(place, template="none")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,6 @@ def test_a_base_model_without_a_template_is_named_as_one(tmp_path: Path) -> None
     assert ", if it has one" in notes(file, {"id": str(folder)})
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     assert "the model has no chat template" in notes(file, {"id": str(folder)})
-    assert "go through" in notes(file, {"id": str(folder), "chat_template": "plain"})
+    assert "rendered with" in notes(file, {"id": str(folder), "chat_template": "plain"})
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert "go through the model's chat template; " in notes(file, {"id": str(folder)})

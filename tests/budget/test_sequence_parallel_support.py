@@ -57,7 +57,7 @@ def test_keys_divide_over_ranks_or_ranks_over_keys(heads: int, key_heads: int, s
 
 def test_heads_that_do_not_divide_are_told_with_the_sizes_that_do() -> None:
     error = refusal({**TINY, "num_attention_heads": 6, "num_key_value_heads": 6}, spec_of(4))
-    assert "6 heads with 6 for keys and values" in error.found
+    assert "6 heads with 6 key-value heads" in error.found
     assert "set parallel.sequence to 1 or 2 in the profile" in error.fix
 
 

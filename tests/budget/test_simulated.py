@@ -244,7 +244,7 @@ def test_plan_simulates_unasked_and_then_remembers(shallow: Path) -> None:
     before = kept()
     first = invoke("plan", shallow, "train.micro_batch=auto")
     assert first.exit_code == 0, first.output
-    assert "a step is simulated" in first.stderr
+    assert "simulating a step" in first.stderr
     (made,) = kept() - before
     document = json.loads(first.stdout)
     assert document["predictor"] == "simulated"
@@ -254,7 +254,7 @@ def test_plan_simulates_unasked_and_then_remembers(shallow: Path) -> None:
     assert (again.stdout, again.stderr) == (first.stdout, "")
     assert (made.stat().st_mtime_ns, kept() - before) == (stamp, {made})
     text = " ".join(invoke("plan", shallow, "train.micro_batch=auto", as_json=False).stdout.split())
-    assert "decides (*); what lowers it: " in text and "figures are from a simulation of the step" in text
+    assert "(*); to lower it: " in text and "figures come from a simulation of the step" in text
     assert kept() - before == {made}
 
 
@@ -289,7 +289,7 @@ def test_a_process_that_ends_without_a_result_is_quoted_and_the_suggested_comman
     found = invoke("plan", folder, "data.max_length=64").exception
     assert isinstance(found, EnvironmentProblem)
     assert f"simulation of {folder} ended without a result: unexpected FileExistsError" in found.found
-    assert found.fix == "see what a step of it says: tunedeck plan with the same arguments and --exact --debug"
+    assert found.fix == "see its error: tunedeck plan with the same arguments and --exact --debug"
     sets = ("--set", f"model.id={folder}", "--set", "data.max_length=64")
     monkeypatch.setattr("sys.argv", ["tunedeck", "plan", "-p", "demo", "-r", "demo", *sets, "--exact", "--debug"])
     with pytest.raises(SystemExit) as ended:

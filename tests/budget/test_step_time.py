@@ -116,7 +116,7 @@ def test_an_8b_model_on_one_card_of_80_gb() -> None:
     assert present(time.hours) == pytest.approx(1000 * time.step_seconds / 3600)
     assert present(time.cost) == pytest.approx(3.0 * present(time.hours))
     sentence = time_sentence(time, plan.length, spec)
-    assert "989.4 TFLOP/s and 3350 GB/s; no run on this machine has measured it" in sentence
+    assert "989.4 TFLOP/s, 3350 GB/s); not calibrated on this machine" in sentence
     table = why_lines(considered(spec, plan), plan, spec)
     assert [line for line in table if line.startswith("*")] == [table[3]], "the planned setting is the fastest"
     assert "0 of 32    62.59 GiB" in table[3]
@@ -131,7 +131,7 @@ def test_runs_on_this_machine_correct_the_prediction() -> None:
     assert (corrected.basis, corrected.runs, corrected.factor) == ("same_model", 3, 1.3)
     assert corrected.step_seconds == pytest.approx(1.3 * before.step_seconds)
     assert corrected.spread == pytest.approx(1.5 / 1.3 - 1)
-    assert "corrected by 3 earlier runs of this model on this machine, which differ by up to 15 %" in time_sentence(
+    assert "calibrated with 3 earlier runs of this model on this machine, which differ by up to 15 %" in time_sentence(
         corrected, 4096, spec
     )
     other = spec_of("model.id=Qwen/Qwen2.5-7B")

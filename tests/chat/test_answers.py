@@ -142,7 +142,7 @@ def test_a_forgotten_chat_ends_by_itself(tmp_path: Path) -> None:
         chat: Any = None  # it is asked nothing
         process = ChatProcess(chat, Journal(writer), ChatInbox(directory), ChatState(), idle_seconds=0.0)
         process.run()
-    assert process.ending == "nothing was asked for 0 minutes"
+    assert process.ending == "no question for 0 minutes"
 
 
 def test_what_a_training_is_predicted_to_need_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

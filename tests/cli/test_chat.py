@@ -81,13 +81,13 @@ def test_a_run_without_a_result_answers_with_its_newest_checkpoint(tunedeck: Tun
     asked = tunedeck("chat", "one", "--prompt", "hi")
     assert asked.code == 0 and "step 4" in asked.err
     shutil.rmtree(trained / "checkpoints")
-    tunedeck("chat", "one", "--prompt", "hi").complains(2, "neither a result nor a checkpoint")
+    tunedeck("chat", "one", "--prompt", "hi").complains(2, "no result or checkpoint yet")
 
 
 def test_what_cannot_be_asked_is_refused(tunedeck: Tunedeck, trained: Path, tmp_path: Path) -> None:
     tunedeck("chat", "one", "--json").complains(2, "--json", "--prompt")
     refused = tunedeck("chat", "one", "--prompt", "x", "--think", "on")
-    assert refused.code == 2 and "has no thinking to switch" in refused.err
+    assert refused.code == 2 and "has no switch for thinking" in refused.err
     tunedeck("chat", "one", "--prompt", "x", "--set", "train.epochs=1").complains(2, "train.epochs", "generate")
     tunedeck("chat", "one", "--file", "no.txt").complains(5, "no.txt")
     tunedeck("chat", "nothing-here", "--prompt", "x").complains(2, "nothing-here", "OWNER/NAME")

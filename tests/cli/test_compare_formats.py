@@ -54,5 +54,5 @@ def test_the_command_prints_both_with_gains_and_one_format_at_a_time(tunedeck: T
     names = next(csv.reader(io.StringIO(printed)))[2:]
     assert [f"gain over {names[0]}", "gain", "", "1.0"] in list(csv.reader(io.StringIO(printed)))
     assert "| gain | - | +1 |" in tunedeck(*compared, "--markdown").out
-    tunedeck(*compared, "--csv", "--json").complains(2, "three formats", "choose one of them")
+    tunedeck(*compared, "--csv", "--json").complains(2, "exclude each other", "choose one of them")
     assert tunedeck(*compared, "--csv", "--fail-if", "loss < -40%").code == 8

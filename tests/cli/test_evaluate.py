@@ -25,7 +25,7 @@ def test_a_result_scores_the_same_as_a_run_and_as_a_model(tunedeck: Tunedeck, tm
     assert base["metrics"]["loss"] > of_run["metrics"]["loss"]
     assert len((tmp_path / "runs" / name / "evaluations.jsonl").read_text().splitlines()) == 2
     refused = tunedeck("eval", "last", "-p", "demo", "-r", "demo")
-    refused.complains(2, "last is a run, which is scored with its own settings", "fix: tunedeck eval last")
+    refused.complains(2, "last is a run and uses its own settings", "fix: tunedeck eval last")
     assert json.loads(tunedeck("eval", "last", "--json").out)[0]["metrics"] == of_run["metrics"]
 
 
@@ -48,7 +48,7 @@ def test_an_adapter_in_its_folder_scores_as_its_run(tunedeck: Tunedeck, tmp_path
 def test_code_that_comes_with_a_model_runs_when_the_score_allows_it(tunedeck: Tunedeck, tmp_path: Path) -> None:
     own_code(tmp_path / "own", WORKS)
     words = ("eval", str(tmp_path / "own"), "-p", "demo", "-r", "demo", "--limit", "2")
-    tunedeck(*words).complains(2, "not run unasked", "add --trust-remote-code")
+    tunedeck(*words).complains(2, "does not run by default", "add --trust-remote-code")
     scored = tunedeck(*words, "--trust-remote-code")
     assert scored.code == 0 and "perplexity" in scored.out, scored.err
 

@@ -44,7 +44,7 @@ USAGE: dict[str, Wrong] = {
     "runs before the command": Wrong("--runs runs --ascii runs", 2, ("fix: tunedeck runs --runs runs",)),
     "setting before the command": Wrong(
         "--set train.max_steps=1 -p mine plan -r my.toml", 2,
-        ("--set stands before the command", "fix: tunedeck plan -r my.toml --set train.max_steps=1 -p mine"),
+        ("--set is before the command", "fix: tunedeck plan -r my.toml --set train.max_steps=1 -p mine"),
     ),
     "option of train without a command": Wrong(
         "-p mine -r my.toml --set train.max_steps=1 --json", 2,
@@ -93,27 +93,27 @@ USAGE: dict[str, Wrong] = {
         "plan -p mine -r my.toml --set train.learning_rate=1e-3",
     ),
     "--set of the wrong type": Wrong(
-        "plan -p mine -r my.toml --set train.batch_size=many", 2, ('"many" is text', "a whole number, 1 or more"),
+        "plan -p mine -r my.toml --set train.batch_size=many", 2, ('"many" is text', "an integer, 1 or more"),
         "plan -p mine -r my.toml --set train.batch_size=2",
     ),
     "--set of another tool's word": Wrong(
         "plan -p mine -r my.toml --set model.dtype=bf16", 2, ('did you mean "bfloat16"?',),
         "plan -p mine -r my.toml --set model.dtype=bfloat16",
     ),
-    "recipe file without .toml": Wrong("plan -p mine -r my", 2, ("fix: -r my.toml, a path",)),
+    "recipe file without .toml": Wrong("plan -p mine -r my", 2, ("fix: -r my.toml, as a path",)),
     "data as a recipe": Wrong("train -p mine -r rows.jsonl", 2, ("tunedeck recipes new my-recipe",)),
     "recipe path that is not there": Wrong("plan -p mine -r ./me.toml", 2, ("no such file", "fix: -r ./my.toml")),
     "misspelled recipe": Wrong("plan -p demo -r dmeo", 2, ("did you mean demo?", "fix: -r demo")),
     "misspelled profile": Wrong("plan -p dem0 -r demo", 2, ("did you mean demo?", "fix: -p demo")),
     "profile that is a word": Wrong("plan -p cpu -r my.toml", 2, ('no profile named "cpu"', "tunedeck profiles list")),
     "profile and recipe exchanged": Wrong(
-        "plan -p my.toml -r mine", 2, ("there is a profile of that name, for -p",), "plan -p mine -r my.toml"
+        "plan -p my.toml -r mine", 2, ("there is a profile with that name: use -p",), "plan -p mine -r my.toml"
     ),
     "profile as a recipe": Wrong(
         "plan -p mine -r ./profiles/hardware/mine.toml", 2, ('"profile", a file for -p',), "plan -p mine -r my.toml"
     ),
     "YAML as a recipe": Wrong(
-        "plan -p mine -r ./axolotl.yml", 2, ("YAML of another tool", "tunedeck recipes import"),
+        "plan -p mine -r ./axolotl.yml", 2, ("YAML file of another tool", "tunedeck recipes import"),
         "plan -p mine -r my.toml",
     ),
     "keys of another tool": Wrong(
@@ -121,8 +121,8 @@ USAGE: dict[str, Wrong] = {
     ),
     "no data": Wrong("train -p mine -r lora", 5, ("does not exist", "--set data.sources.main.path=rows.jsonl")),
     "misspelled data": Wrong("train -p mine -r misspelt.toml", 5, ("row.jsonl does not exist", "path=rows.jsonl")),
-    "no GPU": Wrong("train -p 24gb -r my.toml", 6, ("for a GPU, and this machine finds none", "fix: use -p mine")),
-    "too few GPUs": Wrong("train -p 4xh100 -r my.toml", 6, ("for 4 GPUs", "fix: use -p mine")),
+    "no GPU": Wrong("train -p 24gb -r my.toml", 6, ("needs a GPU, but this machine has none", "fix: use -p mine")),
+    "too few GPUs": Wrong("train -p 4xh100 -r my.toml", 6, ("needs 4 GPUs", "fix: use -p mine")),
     "model that is too large": Wrong(
         "train -p mine -r full --set model.id=Qwen/Qwen2.5-1.5B", 3, ("does not fit", "fix: tunedeck advise -p ")
     ),
@@ -130,7 +130,7 @@ USAGE: dict[str, Wrong] = {
         "plan -p mine -r lora --set model.id=nobody/nothing", 6, ("nobody/nothing", "hf download"),
         "plan -p mine -r lora",
     ),
-    "model as a run": Wrong("eval builtin:tiny", 2, ("-p PROFILE and -r RECIPE are missing",), "eval --help"),
+    "model as a run": Wrong("eval builtin:tiny", 2, ("needs -p PROFILE and -r RECIPE",), "eval --help"),
     "half of a model": Wrong("eval builtin:tiny -p mine", 2, ("missing: -r RECIPE", "-p mine -r demo"), "eval --help"),
     "run that is not there": Wrong("show capitals", 2, ("no run matches 'capitals'", "fix: list them: tunedeck runs")),
     "last run of none": Wrong("resume last", 2, ("no run matches 'last'", "tunedeck runs")),
@@ -141,7 +141,7 @@ USAGE: dict[str, Wrong] = {
     ),
     "name that exists": Wrong("profiles new mine", 2, ("exists", "--force"), "profiles new mine --force"),
     "devices of a CPU": Wrong(
-        "train -p mine -r my.toml --devices 0", 2, ("--devices names GPUs", "leave --devices out"),
+        "train -p mine -r my.toml --devices 0", 2, ("--devices selects GPUs", "leave out --devices"),
         "plan -p mine -r my.toml",
     ),
 }  # fmt: skip
@@ -238,8 +238,8 @@ def test_no_cell_is_wrapped_or_cut_in_a_pipe(
 
 def test_plan_and_train_plan_for_the_same_lengths_once_the_data_were_read(tunedeck: Tunedeck) -> None:
     before = tunedeck("plan", *MY)
-    assert "64 tokens is data.max_length: tunedeck data" in before.out
+    assert "64 tokens is data.max_length; to measure the data, run tunedeck data" in before.out
     assert tunedeck("data", "-r", "my.toml").code == 0
     document = json.loads(tunedeck("plan", *MY, "--json").out)
     assert (document["basis"], document["length"]) == ("data", 17)
-    assert "17 tokens is the longest sequence of the data" in tunedeck("plan", *MY).out
+    assert "17 tokens is the longest sequence in the data" in tunedeck("plan", *MY).out

@@ -145,23 +145,23 @@ ROWS = {
     "--config without -p": Row(own_files, "plan --config r.toml", ("-r r.toml -p mine",), ("on profile mine",)),
     "--config with -p": Row(own_files, "plan --config r.toml -p demo", ("-p demo",), ("on profile demo",)),
     "YAML as a recipe": Row(
-        own_files, "plan -p mine -r axolotl.yml", ("YAML of another tool",), ("imported axolotl",)
+        own_files, "plan -p mine -r axolotl.yml", ("YAML file of another tool",), ("imported axolotl",)
     ),
     "YAML by its path": Row(
-        own_files, "plan -p mine -r ./axolotl.yml", ("YAML of another tool",), ("imported axolotl",)
+        own_files, "plan -p mine -r ./axolotl.yml", ("YAML file of another tool",), ("imported axolotl",)
     ),
-    "preference pairs": Row(preferences, "data -r r.toml", ("preferences", "imitates answers"), ("16 sequences",)),
+    "preference pairs": Row(preferences, "data -r r.toml", ("preferences", "trains on answers"), ("16 sequences",)),
     "preferred conversations": Row(chosen_conversations, "data -r r.toml", ("preferences",), ("16 sequences",)),
     "samples that are too long": Row(too_long, "data -r r.toml", ("longer than data.max_length",), ("8 sequences",)),
     "a stage for advise": Row(own_files, "advise -p 80gb -r expert-merge", ("add --stage",), ("recipe expert-merge",)),
     "delete RUN": Row(finished_run, "delete last", ("fix: tunedeck rm last",), ("-mine is now in", "/.trash/")),
     "a run that waits": Row(waiting_run, "stop last", ("is queued",), ("queued",)),
     "a run that has ended": Row(finished_run, "checkpoint last", ("is done", "tunedeck runs"), ("-mine", "done")),
-    "a run that is not queued": Row(finished_run, "queue remove last", ("does not wait",), ()),
+    "a run that is not queued": Row(finished_run, "queue remove last", ("is not waiting",), ()),
     "one run to compare": Row(finished_run, "compare last", ("two different runs",), ("-mine", "done")),
-    "no such stage": Row(staged_run, "show last/nothing", ("has no stage",), ("expert-qmsum",)),
+    "no such stage": Row(staged_run, "show last/nothing", ("has not started a stage",), ("expert-qmsum",)),
     "no such chat": Row(finished_run, "chat --attach x", ("no chats in",), ()),
-    "a run that others name": Row(run_in_use, "rename mine other", ("is named by",), ("other",)),
+    "a run that others name": Row(run_in_use, "rename mine other", ("is used by",), ("other",)),
     "no such run": Row(finished_run, "show other", ("no run matches",), ("-mine", "done")),
     "gains of no score": Row(
         scored_runs, "compare one two --against one", ("needs --metric",), ("loss", "gain over")
@@ -200,7 +200,7 @@ PRINTED = {
     "imported": Row(own_files, "recipes import own.yml", (), ("fits", "on profile mine")),
     "exported": Row(finished_run, "export last", (), ("repeat it",)),
     "of a failed run": Row(ended_run("failed", 1), "show last", (), ("the last words",)),
-    "of a run out of memory": Row(ended_run("oom", 4), "show last", (), ("memory never ran out",)),
+    "of a run out of memory": Row(ended_run("oom", 4), "show last", (), ("no out-of-memory events",)),
     "of a run that is done": Row(ended_run("done", 0), "watch last", (), ("done",)),
 }
 
@@ -269,7 +269,7 @@ def test_a_run_that_is_stopping_is_waited_for_and_not_stopped_by_force(tunedeck:
         tunedeck("resume", "last").complains(6, f"fix: stop it first: tunedeck stop {run.name}")
         send_request(run, "stop")
         refused = tunedeck("resume", "last")
-        refused.complains(6, f"tunedeck wait {run.name}", "the same command again")
+        refused.complains(6, f"tunedeck wait {run.name}", "repeat the command")
         writer.write("run_finished", status="stopped", exit_code=130, result=None)
     assert tunedeck(*suggested("", refused.err)).code == 130
 
@@ -322,15 +322,13 @@ def test_a_method_of_preferences_is_told_what_exists(tunedeck: Tunedeck, tmp_pat
     own_files(tmp_path)
     given = ("plan", "-p", "mine", "-r", "r.toml", "--set")
     tunedeck(*given, "method.kind=dpo").complains(2, '"lora", "full" is allowed', 'method.objective = "dpo"')
-    tunedeck(*given, "method.kind=ppo").complains(2, "training on rewards does not exist")
+    tunedeck(*given, "method.kind=ppo").complains(2, "training on rewards is not supported")
 
 
 def test_data_given_as_a_model_go_into_a_source(tunedeck: Tunedeck, tmp_path: Path) -> None:
     own_files(tmp_path)
     given = ("plan", "-p", "mine", "-r", "r.toml", "--set")
-    tunedeck(*given, "model.id=d/rows.jsonl").complains(
-        2, "is a file", "--set data.sources.0.path=d/rows.jsonl in place"
-    )
+    tunedeck(*given, "model.id=d/rows.jsonl").complains(2, "is a file", "--set data.sources.0.path=d/rows.jsonl")
     assert tunedeck(*given, "data.sources.0.path=d/rows.jsonl").code == 0
 
 
@@ -347,8 +345,8 @@ def test_old_names_say_the_new_one_and_work(tunedeck: Tunedeck, tmp_path: Path) 
     own_files(tmp_path)
     old, new = (tunedeck(name, "-p", "mine", "-r", "r.toml") for name in ("fit", "advise"))
     assert (old.code, old.out) == (new.code, new.out)
-    assert "fit is now called advise" in old.err and new.err == ""
-    assert "forward is now called sync" in tunedeck("forward", "last").err
+    assert "fit has been renamed to advise" in old.err and new.err == ""
+    assert "forward has been renamed to sync" in tunedeck("forward", "last").err
     assert not re.search(r"^  (fit|forward) ", tunedeck("--help").out, re.MULTILINE)
 
 

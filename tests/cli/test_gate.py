@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 CASES = {
     "family": Case("is a 't5' model, which is an encoder-decoder", {"model_type": "t5"}),
-    "positions": Case("is beyond the 32 positions", {**LLAMA, "max_position_embeddings": 32}),
+    "positions": Case("exceeds the 32 positions", {**LLAMA, "max_position_embeddings": 32}),
     "packing": Case(
         "data.packing = true, but mamba carries a state",
         {**LLAMA, "model_type": "mamba"},
@@ -51,7 +51,7 @@ CASES = {
     ),
     "pattern": Case("lm_haed", changes=(('kind = "full"', 'kind = "full"\ntrain_only = ["lm_haed"]'),)),
     "feature": Case(
-        "train.compile beside method.dropout > 0: this version does not do",
+        "train.compile with method.dropout > 0: this version does not support",
         changes=((LORA[0], f"{LORA[1]}\ndropout = 0.1"), ("batch_size = 2", "batch_size = 2\ncompile = true")),
     ),
     "sharing": Case(
@@ -65,23 +65,23 @@ CASES = {
     "folder": Case("model does not exist", None),
     "layers": Case("layer_types", {**LLAMA, "sliding_window": 8, "layer_types": ["sliding_attention"]}),
     "stage": Case(
-        "is beyond the 256 positions",
+        "exceeds the 256 positions",
         more='\n[[stages]]\nname = "short"\n\n[[stages]]\nname = "long"\ndata = { max_length = 512 }\n',
-        words_of=(("launch", "has stages, and slurm starts the ranks of one"),),
+        words_of=(("launch", "has stages, but slurm starts the ranks of a single stage"),),
     ),
     "reference": Case(
-        'preference.reference = "adapter_off" with an adapter that goes on',
+        'preference.reference = "adapter_off" with a continued adapter',
         changes=(LORA,),
         more='\n[[stages]]\nname = "imitate"\n\n[[stages]]\nname = "prefer"\nfrom = "imitate"\n'
         'method = { objective = "dpo" }\npreference = { reference = "adapter_off" }\n',
-        words_of=(("launch", "has stages, and slurm starts the ranks of one"),),
+        words_of=(("launch", "has stages, but slurm starts the ranks of a single stage"),),
     ),
     "point": Case(
-        "is beyond the 256 positions",
+        "exceeds the 256 positions",
         more='\n[sweep]\n"data.max_length" = [64, 512]\n',
-        words_of=tuple((name, "has a [sweep], which is many runs") for name in ("launch", "console")),
+        words_of=tuple((name, "has a [sweep], which is several runs") for name in ("launch", "console")),
     ),
-    "code": Case("needs Python code that comes with it, which is not run unasked", OWN_CODE),
+    "code": Case("needs its own Python code, which does not run by default", OWN_CODE),
 }
 
 COMMANDS = {
@@ -143,7 +143,7 @@ def test_a_resume_is_refused_in_the_same_words_and_leaves_the_run_as_it_was(tune
 def test_a_sweep_whose_last_point_is_refused_leaves_no_run_of_the_others(tunedeck: Tunedeck, tmp_path: Path) -> None:
     more = '\n[[stages]]\nname = "only"\n\n[sweep]\n"data.max_length" = [64, 4096]\n'
     tunedeck("queue", "add", "-p", write_profile(tmp_path), "-r", write_recipe(tmp_path, more=more)).complains(
-        2, "4096 is beyond the 2048 positions"
+        2, "4096 exceeds the 2048 positions"
     )
     assert not (tmp_path / "runs").exists()
 

@@ -126,7 +126,7 @@ def test_online_the_hub_is_asked_once(
     outcome = tunedeck("queue", "add", *asked_for(tmp_path, (), SCORED + HELD))
     assert outcome.code == (0 if answers else 6) and len(asked) == 1
     if not answers:
-        outcome.complains(6, "and the hub does not answer", "fix: connect, and try again; or")
+        outcome.complains(6, "and the hub is not reachable", "fix: connect to the network and try again; or")
 
 
 def test_a_hub_that_cannot_be_reached_does_not_answer() -> None:

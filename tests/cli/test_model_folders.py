@@ -123,10 +123,10 @@ class Case(NamedTuple):
 
 
 UNQUANTISED = "set model.id to the unquantised repository that it was made from, owner/whole-model"
-AGAIN = "an unfinished download leaves files out"
+AGAIN = "an unfinished download lacks files"
 
 CASES = {
-    "gptq": Case(quantised("gptq"), "are stored quantised (gptq), and those are not trained", UNQUANTISED),
+    "gptq": Case(quantised("gptq"), "are stored quantised (gptq), which cannot be trained", UNQUANTISED),
     "awq": Case(quantised("awq"), "are stored quantised (awq)", UNQUANTISED),
     "compressed": Case(quantised("compressed-tensors"), "are stored quantised (compressed-tensors)", UNQUANTISED),
     "bnb": Case(quantised("bitsandbytes"), "are stored quantised (bnb-4bit)", UNQUANTISED),
@@ -134,16 +134,16 @@ CASES = {
     "mxfp4 in full": Case(quantised("mxfp4"), "are stored in MXFP4", UNQUANTISED),
     "pickle": Case(as_pickle, "only pytorch_model.bin in", "save_pretrained"),
     "consolidated": Case(consolidated, "but neither model.safetensors nor model.safetensors.index.json", AGAIN),
-    "onnx": Case(only("model.onnx"), "only ONNX files in the model folder", "in transformers' format"),
-    "gguf": Case(only("model.gguf"), "only GGUF files in the model folder", "in transformers' format"),
+    "onnx": Case(only("model.onnx"), "only ONNX files in the model folder", "in transformers format"),
+    "gguf": Case(only("model.gguf"), "only GGUF files in the model folder", "in transformers format"),
     "no tokenizer": Case(remove("tokenizer*"), "no tokenizer in", "set model.tokenizer"),
     "settings of a tokenizer": Case(remove("tokenizer.json"), "no tokenizer in", "set model.tokenizer"),
     "missing shard": Case(remove("model-00002*"), "weight files are missing", AGAIN),
     "no index": Case(remove("*.index.json"), "but neither model.safetensors nor", AGAIN),
-    "cut off": Case(cut_off, "is cut off: it has", AGAIN),
-    "no header": Case(without_header, "is cut off, or not a safetensors file", AGAIN),
+    "cut off": Case(cut_off, "is truncated: it has", AGAIN),
+    "no header": Case(without_header, "is truncated or not a safetensors file", AGAIN),
     "unknown type": Case(
-        config_with(model_type="lama"), "'lama', which the installed transformers does not know", "pip install"
+        config_with(model_type="lama"), "'lama', which the installed transformers does not support", "pip install"
     ),
     "adapter": Case(as_adapter, "holds an adapter, not a model", 'model.id = "owner/its-base" and model.adapter = "'),
     "empty": Case(remove("*"), "is empty", "download or export the model into it"),
@@ -290,7 +290,7 @@ def test_a_run_on_fp8_says_what_is_loaded_and_its_adapter_is_not_merged(
     found = {who: (words, code) for who, words, code in said(tunedeck, tmp_path, ('kind = "full"', 'kind = "lora"'))}
     assert found["check"] == ("", 0)
     assert found["plan"][1] == found["train"][1] == 0
-    assert "stored in FP8 and are loaded dequantised" in found["plan"][0]
+    assert "stored in FP8 and loaded dequantised" in found["plan"][0]
     (adapter,) = (tmp_path / "runs").glob("*/adapter")
     with pytest.raises(UsageError, match="stored quantised"):
         merge(adapter, tmp_path / "merged", lambda text: None)

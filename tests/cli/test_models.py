@@ -62,7 +62,9 @@ def test_a_profile_of_ones_own(tunedeck: Tunedeck, tmp_path: Path) -> None:
 def test_what_has_to_be_simulated_says_so(tunedeck: Tunedeck) -> None:
     told = tunedeck("models", "smollm3")
     assert (
-        "?" in told.out and "not simulated here yet" in told.out and "tunedeck models smollm3-3b --simulate" in told.err
+        "?" in told.out
+        and "not simulated on this machine yet" in told.out
+        and "tunedeck models smollm3-3b --simulate" in told.err
     )
     too_large = tunedeck("models", "glm-5", "--all").out
     assert "weights and their gradients alone are" in too_large and "not simulated" not in too_large

@@ -30,7 +30,7 @@ MEASURED = {
 
 LIMITS = {
     "Wait up to this many seconds": "what the user sets",
-    "Wait this long for a busy device": "what the user sets",
+    "Wait up to this long for a busy device": "what the user sets",
     "a pass of X tokens takes X s": "what the run that says it has measured",
     "within X minutes": "a limit that the program keeps, told when it is reached",
     "more than X s": "a limit that the program keeps, told when it is reached",

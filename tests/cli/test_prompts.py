@@ -29,5 +29,7 @@ def test_prompts_of_a_file_are_answered_at_every_evaluation(tunedeck: Tunedeck, 
 def test_a_file_without_prompts_is_refused_before_there_is_a_run(tunedeck: Tunedeck, tmp_path: Path) -> None:
     tunedeck("train", "-p", "demo", "-r", "demo", "--set", "eval.prompts=no.txt").complains(5, "no.txt", "eval.prompts")
     (tmp_path / "empty.txt").write_text("\n")
-    tunedeck("train", "-p", "demo", "-r", "demo", "--set", "eval.prompts=empty.txt").complains(5, "no prompts in it")
+    tunedeck("train", "-p", "demo", "-r", "demo", "--set", "eval.prompts=empty.txt").complains(
+        5, "the file has no prompts"
+    )
     assert not list((tmp_path / "runs").glob("2*"))

@@ -42,4 +42,4 @@ def test_a_report_is_written_once(tunedeck: Tunedeck, tmp_path: Path) -> None:
     assert tunedeck("report", "--out", "bug.md").code == 0
     assert "## This machine" in (tmp_path / "bug.md").read_text()
     again = tunedeck("report", "--out", "bug.md")
-    assert again.code == 2 and "exists already" in again.err
+    assert again.code == 2 and "already exists" in again.err

@@ -37,14 +37,14 @@ def test_a_point_that_does_not_fit_is_named_before_anything_starts(tunedeck: Tun
     assert json.loads(tunedeck("runs", "--json").out) == []
     assert tunedeck("plan", "-p", "demo", "-r", "demo", "--set", grid, *scaled).code == 3
     refused = tunedeck("plan", "-p", "demo", "-r", "demo", "--set", grid)
-    refused.complains(2, "100000 is beyond the 2048 positions", "rope_scaling")
+    refused.complains(2, "100000 exceeds the 2048 positions", "rope_scaling")
 
 
 def test_train_starts_the_runs_of_its_sweep_and_nothing_else_that_waits(tunedeck: Tunedeck) -> None:
     choice = ("-p", "demo", "-r", "demo", "--set", "train.max_steps=1")
     waiting = json.loads(tunedeck("queue", "add", *choice, "--json").out)["run"]
     swept = tunedeck("train", *choice, "--set", 'sweep."train.seed"=[5]')
-    assert swept.code == 0 and "1 more wait in the queue" in swept.err
+    assert swept.code == 0 and "1 more waiting in the queue" in swept.err
     statuses = {run["run"]: run["status"] for run in json.loads(tunedeck("runs", "--json").out)}
     assert statuses.pop(waiting) == "queued" and list(statuses.values()) == ["done"]
 
@@ -52,7 +52,7 @@ def test_train_starts_the_runs_of_its_sweep_and_nothing_else_that_waits(tunedeck
 def test_too_many_points_and_unknown_sweeps_are_refused(tunedeck: Tunedeck) -> None:
     seeds = 'sweep."train.seed"=' + str(list(range(65)))
     tunedeck("queue", "add", "-p", "demo", "-r", "demo", "--set", seeds).complains(2, "65 points", "at most 64")
-    tunedeck("compare", "sweep:nothing").complains(2, "no runs of a sweep 'nothing'")
+    tunedeck("compare", "sweep:nothing").complains(2, "no runs belong to sweep 'nothing'")
 
 
 def test_a_swept_value_that_is_not_allowed_is_a_problem_of_the_recipe(tunedeck: Tunedeck) -> None:

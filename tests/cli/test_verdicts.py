@@ -62,7 +62,7 @@ def test_a_judge_decides_between_answers_and_those_of_the_data(tunedeck: Tunedec
     )
     assert found["step"] == 1 and found["count"] == 4
     assert found["metrics"] == {"judge_win_rate": 0.5, "judge_ties": 0.5, "judge_consistency": 0.75}
-    assert "1 of these differently" in found["notes"][0] and "95 % interval" in found["notes"][0]
+    assert "1 of them inconsistently" in found["notes"][0] and "95 % interval" in found["notes"][0]
     (run,) = (tmp_path / "runs").iterdir()
     assert [row["metrics"] for row in read_rows(run / "evaluations.jsonl")] == [found["metrics"]]
 
@@ -81,7 +81,7 @@ def test_a_judge_decides_between_answers_and_those_of_the_data(tunedeck: Tunedec
     assert tunedeck("eval", "judged", "--verdicts", fewer).code == 0
     strange = write_rows(tmp_path / "strange.jsonl", [*judged, {"id": "0" * 12 + "-ab", "winner": "a"}])
     extra = tunedeck("eval", "judged", "--verdicts", strange)
-    assert extra.code == DataError.exit_code and "1 of 9 verdicts are on no pair" in extra.err
+    assert extra.code == DataError.exit_code and "1 of 9 verdicts do not match a pair" in extra.err
     assert tunedeck("eval", "judged", "--verdicts", strange, "--base").code == 2
 
     assert tunedeck("eval", "judged", "--answers", "base.jsonl", "--base", "--limit", "2").code == 0
@@ -93,7 +93,7 @@ def test_a_judge_decides_between_answers_and_those_of_the_data(tunedeck: Tunedec
     ("text", "said"),
     [
         ("", "there are no verdicts"),
-        ("[1]", "no JSON object with an id"),
+        ("[1]", "not a JSON object with an id"),
         ('{"id": "a-ab"}', "winner is missing"),
         ('{"id": "a-ab", "winner": 1}', "winner is 1"),
         ('{"id": "a-ab", "winner": "a"}\n{"id": "a-ab", "winner": "b"}', "v.jsonl:2: a second verdict on a-ab"),

@@ -78,6 +78,6 @@ def test_images_and_sharded_weights_are_refused_together_and_never_chosen() -> N
     with pytest.raises(SpecError) as caught:
         refuse_unsupported(resolve("4xh100", "qwen2-vl-detect", ["parallel.strategy=sharded"]).spec)
     (problem,) = caught.value.problems
-    assert problem.startswith('data.sources.train.format = "detection" beside parallel.strategy = "sharded": ')
+    assert problem.startswith('data.sources.train.format = "detection" with parallel.strategy = "sharded": ')
     chosen = settle_parallel(resolve("4xh100", "qwen2-vl-detect").spec).spec
     assert chosen.profile.parallel.strategy == "replicated"

@@ -134,7 +134,9 @@ def test_check_notes_a_name_that_differs_from_the_files(tmp_path: Path) -> None:
     result = run("recipes", "check", "theirs.toml", "--json")
     document = json.loads(result.stdout)
     (note,) = document["notes"]
-    assert document["ok"] and note.endswith('theirs.toml:2: name: "shared"; the file\'s name counts: "theirs"')
+    assert document["ok"] and note.endswith(
+        'theirs.toml:2: name: "shared" is not used; the name is that of the file: "theirs"'
+    )
     assert result.exit_code == 0
 
 
@@ -201,7 +203,9 @@ REACHING = [
 @pytest.mark.parametrize("reaching", REACHING, ids=[str(row) for row in REACHING])
 def test_import_refuses_absolute_and_climbing_paths(tmp_path: Path, reaching: dict[str, str]) -> None:
     words = refused("recipes", "import", shared(tmp_path, **reaching)).render()
-    assert re.search("absolute path|climbs out|may name files of this machine|variable of the environment", words)
+    assert re.search(
+        "absolute path|leaves the recipe's folder|can refer to files of this machine|environment variable", words
+    )
     assert not (tmp_path / "config").exists()
 
 

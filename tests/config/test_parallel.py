@@ -73,7 +73,7 @@ def test_with_one_device_it_is_left_out_with_one_notice() -> None:
     resolved = resolve("80gb", recipe('strategy = "sharded"\nsequence = 4'))
     assert parallel_of(resolved.spec) == ("single", "parameters", 1)
     (notice,) = resolved.notices
-    assert notice.startswith('the recipe\'s [parallel] (strategy = "sharded", sequence = 4) is left out: profile 80gb')
+    assert notice.startswith('the recipe\'s [parallel] (strategy = "sharded", sequence = 4) is not used: profile 80gb')
     assert not settle_parallel(resolve("80gb", recipe('sequence = "auto"')).spec).notices
 
 

@@ -18,7 +18,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "packing": ((DPO, "data.packing=true"), 'data.packing: true with method.objective = "dpo"'),
     "dropout": ((DPO, "method.dropout=0.1"), "method.dropout: 0.1 with"),
     "another smoothing": ((DPO, "train.label_smoothing=0.1"), "train.label_smoothing: 0.1 with"),
-    "prompts as targets": ((DPO, "data.loss_on=all"), "only answers have a preference"),
+    "prompts as targets": ((DPO, "data.loss_on=all"), "only answers have preferences"),
     "a margin of another loss": ((DPO, "preference.margin=1.0"), 'preference.loss = "simpo" is needed'),
     "a reference that nothing uses": (
         (DPO, "preference.loss=orpo", "preference.reference=precomputed"),
@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "the adapter of a full fine-tuning": (
         (DPO, "method.kind=full", "preference.reference=adapter_off"),
-        '"adapter_off" with a full fine-tuning',
+        '"adapter_off" with full fine-tuning',
     ),
     "rows of another format": ((DPO, "data.sources.main.format=chat"), "rows with chosen and rejected"),
     "the loss as a method": (("method.kind=simpo",), 'method.objective = "dpo" with preference.loss = "simpo"'),
@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "shorter sequences": ((DPO, 'backoff.allow_learning_changes=["max_length"]'), "[] is allowed"),
     "a figure of texts": ((DPO, 'checkpoint.best_metric="perplexity"'), "loss, rewards_margin, rewards_accuracy"),
     "a figure of pairs": ((DPO, KTO, 'checkpoint.best_metric="win_rate"'), "one of eval.metrics: loss, rewards_margin"),
-    "rewards": (("method.objective=grpo",), "training on rewards does not exist"),
+    "rewards": (("method.objective=grpo",), "training on rewards is not supported"),
     "a micro-batch above the step": ((DPO, "train.micro_batch=33"), "micro_batch = 33 is above batch_size = 16 pairs"),
 }
 

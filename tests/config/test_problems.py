@@ -48,11 +48,11 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
     ),
     ("model", 'tokenizer = "run:last@-1"', 6, ["model.tokenizer", 'checkpoint by "-1"', "run:RUN@STEP"]),
     ("model", 'adapter = "run:last@1e9"', 6, ["model.adapter", '"1e9"', "run:RUN@best"]),
-    ("model", 'adapter = "run:@best"', 6, ["model.adapter", "names no run"]),
-    ("train", "max_steps = [100]", 10, ["train.max_steps", "[100]", "a list", "a whole number"]),
-    ("train", "batch_size = 2.5", 10, ["train.batch_size", "2.5", "a whole number, 1 or more"]),
+    ("model", 'adapter = "run:@best"', 6, ["model.adapter", "does not name a run"]),
+    ("train", "max_steps = [100]", 10, ["train.max_steps", "[100]", "a list", "an integer"]),
+    ("train", "batch_size = 2.5", 10, ["train.batch_size", "2.5", "an integer, 1 or more"]),
     ("train", "batch_size = 0", 10, ["train.batch_size", "1 or more"]),
-    ("train", "batch_size = true", 10, ["train.batch_size", "true", "a whole number"]),
+    ("train", "batch_size = true", 10, ["train.batch_size", "true", "an integer"]),
     ("train", "epochs = -1", 10, ["train.epochs", "-1", "above 0"]),
     ("train", "epochs = inf", 10, ["train.epochs", "inf"]),
     ("train", "warmup_ratio = 1.5", 10, ["train.warmup_ratio", "at most 1"]),
@@ -61,7 +61,7 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
     ("train", "betas = [0.9, 1.0]", 10, ["train.betas.1", "below 1"]),
     ("train", 'compile = "true"', 10, ["train.compile", "true or false"]),
     ("train", "compile = 1", 10, ["train.compile", "true or false"]),
-    ("train", 'micro_batch = "all"', 10, ["train.micro_batch", '"auto"', "a whole number"]),
+    ("train", 'micro_batch = "all"', 10, ["train.micro_batch", '"auto"', "an integer"]),
     ("train", "seed = 2026-11-20", 10, ["train.seed", "a date"]),
     ("train", "learning_rat = 1e-4", 10, ["unknown key", "did you mean train.learning_rate?"]),
     ("train", "rank = 8", 10, ["train.rank", "unknown key here", "belongs in method.rank"]),
@@ -93,7 +93,7 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
     ("train", "power = 2.0", 10, ['scheduler = "polynomial" is needed']),
     ("train", "decay_ratio = 0.2", 10, ['scheduler = "wsd" is needed']),
     ("train", "momentum = 0.9", 10, ['optimizer = "sgd"']),
-    ("train", 'groups = [{match = "**"}]', 10, ["train.groups.0", "sets nothing"]),
+    ("train", 'groups = [{match = "**"}]', 10, ["train.groups.0", "does not set anything"]),
     ("method", 'kind = "qlora"', 8, ['method.kind = "lora" with model.quantize = "nf4"']),
     ("method", "lora_r = 64", 8, ["Axolotl", "method.rank = 64"]),
     ("method", 'target_modules = ["q_proj"]', 8, ["peft", 'method.targets = ["q_proj"]']),
@@ -107,16 +107,21 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
     ("method", 'kind = "full"\nalso_train = ["**"]', 9, ["also_train", "train_only"]),
     ("model", 'dtype = "bf16"', 6, ['did you mean "bfloat16"?']),
     ("model", "load_in_4bit = true", 6, ['model.quantize = "nf4"']),
-    ("model", "trust_remote_code = true", 6, ["a file can never allow remote code", "--trust-remote-code"]),
-    ("model", 'tokenizer = "builtin:byte"', 6, ["not built in", "builtin:bytes"]),
+    ("model", "trust_remote_code = true", 6, ["a file cannot allow remote code", "--trust-remote-code"]),
+    ("model", 'tokenizer = "builtin:byte"', 6, ["not a built-in name", "builtin:bytes"]),
     ("model", 'revision = "\\u001b[31mmain"', 6, ["model.revision", "\\x1b", "control character"]),
     ("data", "max_seq_length = 512", 12, ["TRL", "data.max_length = 512"]),
     ("data", "valid_fraction = 1.0", 12, ["below 1"]),
     ("data", "image_min_pixels = 9\nimage_max_pixels = 4", 12, ["9 above image_max_pixels = 4"]),
-    ("data", "valid_fraction = 0.1\nvalidation = [{name = 'v', path = 'v.jsonl'}]", 12, ["beside [[data.validation]]"]),
+    (
+        "data",
+        "valid_fraction = 0.1\nvalidation = [{name = 'v', path = 'v.jsonl'}]",
+        12,
+        ["together with [[data.validation]]"],
+    ),
     ("source", 'hub = "owner/name"', 16, ["data.sources.main.hub", "both path", "one of them"]),
     ("source", 'config = "en"', 16, ["config without hub"]),
-    ("source", "enabled = false", 16, ["every source is switched off"]),
+    ("source", "enabled = false", 16, ["every source is disabled"]),
     ("source", 'format = "chatml"', 16, ['did you mean "chat"?']),
     ("source", 'columns = ["a"]', 16, ["data.sources.main.columns", "a table"]),
     ("source", "weight = 0", 16, ["above 0"]),
@@ -221,7 +226,7 @@ def test_a_broken_profile_is_answered_with_line_and_remedy(tmp_path: Path, devic
     ("content", "words"),
     [
         (b"a = 1\nb = \n", ":2: not TOML"),
-        (b"a = 1\na = 2\n", ":2: a key or table that the file already has"),
+        (b"a = 1\na = 2\n", ":2: a key or table that is already in the file"),
         (b"[x\n", ":1: not TOML"),
         (b"a = 262144,\n", ":1: not TOML"),
         (b"a = 1\n\nb = '\xff'\n", ":3: byte 0xff is not UTF-8"),
@@ -230,7 +235,7 @@ def test_a_broken_profile_is_answered_with_line_and_remedy(tmp_path: Path, devic
         (b"a = " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
         (b'a = "\x1b[31m"\n', ":1: not TOML"),
         (b"", "missing"),
-        (b"schema = 2\nunknown = 1\n", ":1: schema: 2; this Tunedeck reads schema 1: the file is newer"),
+        (b"schema = 2\nunknown = 1\n", ":1: schema: 2; this version of Tunedeck reads schema 1: the file is newer"),
         (b'kind = "profile"\n', ':1: kind: "profile", a file for -p; "recipe" is needed here'),
     ],
 )
@@ -262,7 +267,7 @@ def test_the_name_may_be_left_out_and_the_files_name_counts(tmp_path: Path) -> N
     assert name_note(SpecFile(path, "path", tmp_path)) is None
     path = tmp_path / "other.toml"
     assert name_note(SpecFile(path, "path", tmp_path)) == (
-        f'{path}:3: name: "broken"; the file\'s name counts: "other"'
+        f'{path}:3: name: "broken" is not used; the name is that of the file: "other"'
     )
 
 
@@ -270,7 +275,10 @@ def test_a_file_whose_own_name_cannot_be_one_needs_a_name_inside(tmp_path: Path)
     text = RECIPE.format(**dict.fromkeys(LINES, "#"))
     assert resolve("demo", str(write(tmp_path, text, "My recipe (1)"))).spec.name == "broken"
     (problem,) = check(write(tmp_path, text.replace('name = "broken"', "#"), "My recipe (1)"))
-    assert 'name: left out, and "My recipe (1)" cannot be one' in problem and "rename the file" in problem
+    assert (
+        'name: missing, and the file name "My recipe (1)" is not a valid name' in problem
+        and "rename the file" in problem
+    )
     assert "lower-case letters" in check(write(tmp_path, text.replace('"broken"', '"Broken"'), "fine"))[0]
 
 

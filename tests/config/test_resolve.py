@@ -373,11 +373,11 @@ def test_a_key_that_is_set_is_not_swept(recipe: str) -> None:
     found = resolve("demo", recipe, [*swept, "train.learning_rate=0.5"])
     assert found.spec.recipe.sweep == {"train.seed": [1, 2]} and found.spec.recipe.train.learning_rate == 0.5
     assert [text for text in found.notices if "swept" in text] == [
-        "train.learning_rate is set with --set and not swept"
+        "train.learning_rate is set with --set, so it is not swept"
     ]
     assert resolve("demo", recipe, [*swept, "sweep="]).spec.recipe.sweep == {}
 
 
 def test_an_empty_table_is_no_value(recipe: str) -> None:
     (problem,) = problems("demo", recipe, ["train={}"])
-    assert problem == "--set train: an empty table changes nothing; an empty value restores the default: train="
+    assert problem == "--set train: an empty table has no effect; an empty value restores the default: train="

@@ -135,7 +135,7 @@ WRONG = {
     '[[stages]]\nname = "a"\nrouter = "random"\n': ["stages.a.router", "assemble"],
     '[[stages]]\nname = "a"\n[[stages]]\nname = "m"\nkind = "assemble"\nfrom = "a"\n': ["1 expert", "two or more"],
     ASSEMBLY.replace('"base"]', '"base"]\nexperts_per_token = 4'): ["4 of 3 experts", "at most 3"],
-    ASSEMBLY.replace('"base"]', '"base"]\ntrain = { seed = 1 }'): ["[train]", "trains nothing"],
+    ASSEMBLY.replace('"base"]', '"base"]\ntrain = { seed = 1 }'): ["[train]", "does not train"],
     ASSEMBLY.replace('name = "a"\nmethod = { kind = "full" }', 'name = "a"'): ["ends with an adapter", "finish.merge"],
     TWO.replace("merge = true", "merge = false"): ["full fine-tuning needs full weights", "finish.merge = true"],
     '[[stages]]\nname = "base"\n': ["stages.base.name", "another name"],

@@ -126,7 +126,7 @@ def test_a_folder_leaves_the_same_lines_out(tmp_path: Path) -> None:
 
 def test_a_file_with_nothing_but_such_lines_says_so(tmp_path: Path) -> None:
     path = written(tmp_path, "a.jsonl", '{"text":' + "[" * 60 + "]" * 60 + "}\n")
-    with pytest.raises(DataError, match=rf"no row is left; dropped: 1 x {TOO_DEEP} \({path}:1\)"):
+    with pytest.raises(DataError, match=rf"no rows are left; dropped: 1 x {TOO_DEEP} \({path}:1\)"):
         report(path)
 
 

@@ -76,7 +76,7 @@ def test_a_killed_build_is_gone_on_with_and_gives_the_same_tokens(
     assert (draft / "progress.json").exists()
     said: list[str] = []
     continued = prepared(paths, said.append)
-    assert any("goes on behind" in line for line in said)
+    assert any("continuing after" in line for line in said)
     assert not list((tmp_path / "cache" / "tokens").glob(".*-draft"))
     monkeypatch.setenv("TUNEDECK_CACHE", str(tmp_path / "other"))
     assert same(continued, prepared(paths))
@@ -98,7 +98,7 @@ def test_a_draft_that_cannot_be_gone_on_with_is_built_again(
         (draft / "progress.json").write_text("{")
     said: list[str] = []
     found = prepared([path], said.append)
-    assert not any("goes on behind" in line for line in said)
+    assert not any("continuing after" in line for line in said)
     monkeypatch.setenv("TUNEDECK_CACHE", str(tmp_path / "other"))
     assert same(found, prepared([path]))
 

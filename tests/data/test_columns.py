@@ -115,7 +115,7 @@ def test_a_system_turn_that_the_template_does_not_take_goes_into_the_first_quest
     (row,) = found.train
     assert row.input_ids.tolist() == rendered(made, folded)
     assert made.decode(row.labels[row.labels != -100]) == "Yes, it rains.<end>"
-    assert "system turns written at the start of the first user turn" in "\n".join(found.report.lines())
+    assert "system turns moved to the start of the first user turn" in "\n".join(found.report.lines())
     asked = PromptTokens("m", made, run_spec({"sources": [{"name": "a", "path": path}]}), plain=False, think=None)
     assert asked.ids([SYSTEM, ASKED]) == rendered(made, folded[:1]) + made.encode("<user>assistant\n")
 

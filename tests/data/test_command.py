@@ -113,7 +113,7 @@ data = {{ sources = [{{ name = "pairs", path = "{preferences}" }}] }}
     assert list(report["stages"]) == ["imitate", "prefer"] and lines.index("stage imitate") < lines.index(
         "stage prefer"
     )
-    for words, fix in ((("--find", "bad"), "add --stage prefer"), (("--stage", "other"), "leave --stage out")):
+    for words, fix in ((("--find", "bad"), "add --stage prefer"), (("--stage", "other"), "leave out --stage")):
         with pytest.raises(UsageError) as refused:
             call(*words)
         assert refused.value.fix == fix

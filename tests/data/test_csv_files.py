@@ -76,21 +76,23 @@ def test_every_kind_of_text_column_is_read(tmp_path: Path, content: bytes) -> No
 COLUMNS = json.dumps({"prompt": {"0": "a", "1": "b"}, "completion": {"0": "c", "1": "d"}})
 
 REFUSED: dict[str, tuple[str, bytes, str, str]] = {
-    "never packed": ("a.jsonl.gz", lines(ROW).encode(), "cannot be unpacked", "take the ending of packing off"),
+    "never packed": ("a.jsonl.gz", lines(ROW).encode(), "cannot be unpacked", "remove the compression suffix"),
     "cut": ("a.jsonl.gz", gzip.compress(lines(ROW).encode())[:-9], "cannot be unpacked", "copy it again"),
-    "no rows": ("a.parquet", parquet(prompt=TEXTS[:0], completion=TEXTS[:0]), "holds no rows", "check the file"),
+    "no rows": ("a.parquet", parquet(prompt=TEXTS[:0], completion=TEXTS[:0]), "has no rows", "check the file"),
     "UTF-16": ("a.csv", "prompt,completion\na,b\n".encode("utf-16"), "not UTF-8", "iconv -f utf-16 -t utf-8"),
-    "a spreadsheet": ("a.xlsx", b"PK\x03\x04", "no known format", "save the sheet as CSV"),
-    "a pickle": ("a.pkl", b"\x80", "no known format", "pandas.read_pickle"),
+    "a spreadsheet": ("a.xlsx", b"PK\x03\x04", "unknown suffix", "save the sheet as a CSV file"),
+    "a pickle": ("a.pkl", b"\x80", "unknown suffix", "pandas.read_pickle"),
     "columns of pandas": ("a.json", COLUMNS.encode(), "no sample", "orient='records', lines=True"),
-    "rows in an object": ("a.json", json.dumps({"n": 1, "data": [ROW, ROW]}).encode(), "no format", "jq -c '.data[]'"),
+    "rows in an object": (
+        "a.json", json.dumps({"n": 1, "data": [ROW, ROW]}).encode(), "no known format", "jq -c '.data[]'",
+    ),
     "other letters": (
-        "a.jsonl", lines({"Question": "a", "Answer": "b"}).encode(), "no format",
+        "a.jsonl", lines({"Question": "a", "Answer": "b"}).encode(), "no known format",
         """add --set 'data.sources.s.columns={prompt = "Question", completion = "Answer"}'""",
     ),
-    "one column": ("a.jsonl", lines({"content": "a"}).encode(), "no format", 'columns = {text = "content"}'),
+    "one column": ("a.jsonl", lines({"content": "a"}).encode(), "no known format", 'columns = {text = "content"}'),
     "a bare conversation": (
-        "a.jsonl", b'[{"role": "user", "content": "a"}]\n' * 2, '{"messages": [...]} is expected', "mend",
+        "a.jsonl", b'[{"role": "user", "content": "a"}]\n' * 2, '{"messages": [...]} is expected', "correct",
     ),
 }  # fmt: skip
 

@@ -111,7 +111,7 @@ def test_text_that_is_not_utf8_names_the_file_and_a_way(tmp_path: Path) -> None:
 
 
 def test_a_unit_of_a_table_is_refused(jsonl: Write) -> None:
-    with pytest.raises(DataError, match="rows of a table"):
+    with pytest.raises(DataError, match="the files are tables"):
         prepared(jsonl([{"text": "a"}]), {"unit": "paragraph"})
 
 

@@ -74,8 +74,8 @@ def test_dates_in_a_file_of_many_blocks_stay_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "reason"),
     [
-        ('{"text": "a", "text": "b"}', "the key 'text' comes twice", "a key that comes twice in one object"),
-        ('{"text": {"a": 1, "a": 1}}', "the key 'a' comes twice", "a key that comes twice in one object"),
+        ('{"text": "a", "text": "b"}', "the key 'text' occurs twice", "a key that occurs twice in one object"),
+        ('{"text": {"a": 1, "a": 1}}', "the key 'a' occurs twice", "a key that occurs twice in one object"),
         ('{"text": "\\ud800"}', "half of a surrogate pair", "half of a surrogate pair"),
     ],
 )
@@ -126,11 +126,11 @@ def test_cells_are_the_text_that_is_written(end: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("q1,Yes, it rains\nq2,No\n", ":2: 3 fields, the file has 2 columns"),
-        ("q1,a1\n1,q2,a2\n", ":3: 3 fields, the file has 2 columns"),
-        ('q1,"He said \\"hi\\" to me"\nq2,a2\n', ":2: behind the quote that closes a cell there is no ','"),
-        ("q1,a\r1\nq2,a2\n", ":2: a line break in a cell that is not between quotes"),
-        ('q1,a1\nq2,"open\nq3,a3\n', ":3: a quote opens a cell and nothing closes it"),
+        ("q1,Yes, it rains\nq2,No\n", ":2: 3 fields, but the file has 2 columns"),
+        ("q1,a1\n1,q2,a2\n", ":3: 3 fields, but the file has 2 columns"),
+        ('q1,"He said \\"hi\\" to me"\nq2,a2\n', ":2: no ','"),
+        ("q1,a\r1\nq2,a2\n", ":2: a line break in an unquoted cell"),
+        ('q1,a1\nq2,"open\nq3,a3\n', ":3: a quoted cell is not closed"),
     ],
 )
 def test_records_that_are_not_those_of_their_columns_are_refused(text: str, words: str, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_rows_of_a_folder_are_its_own_and_the_newest(suffix: str, tmp_path: Path
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.txt", "*.jsonl"])
 def test_a_file_has_no_splits(name: str, tmp_path: Path) -> None:
     (tmp_path / name.replace("*", "a")).write_text('{"text": "a"}\n')
-    with pytest.raises(DataError, match="has no splits, and split = 'test' names one") as caught:
+    with pytest.raises(DataError, match="has no splits, but split = 'test'") as caught:
         opened(tmp_path / name, split="test")
     assert "--set data.sources.s.split=train" in caught.value.fix
     with pytest.raises(DataError, match="has no splits"):
@@ -266,7 +266,7 @@ def test_a_folder_that_lacks_files_is_not_read(tmp_path: Path) -> None:
     unfinished = folder / ".cache" / "huggingface" / "download" / "x.incomplete"
     unfinished.parent.mkdir(parents=True)
     unfinished.touch()
-    with pytest.raises(DataError, match="was not finished"):
+    with pytest.raises(DataError, match="is incomplete"):
         opened(folder)
 
 
@@ -284,7 +284,7 @@ def test_dates_that_a_library_made_of_texts_are_not_learned(tmp_path: Path) -> N
     read_as = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "c"))
     found = SourceRows(["at"], 1, "", read_as, shapes=shapes_of(read_as.features, read_as.data))
     source = Source.model_validate({"name": "s", "hub": "owner/name"})
-    with pytest.raises(DataError, match="turned texts into dates: at"):
+    with pytest.raises(DataError, match="converts texts in them to dates: at"):
         require_texts(source, found, read_as.info.builder_name)
 
 

@@ -79,12 +79,12 @@ def test_columns_can_be_named() -> None:
     [
         ({"foo": "a", "bar": "b"}, {}, ["foo, bar", "prompt \\+ completion", "messages"]),
         ({"text": "a", "instruction": "b", "output": "c"}, {}, ["text and alpaca"]),
-        ({"prompt": "a", "response": "b", "answer": "c"}, {}, ["no format"]),
+        ({"prompt": "a", "response": "b", "answer": "c"}, {}, ["no known format"]),
         ({"text": "a"}, {"format": "chat"}, ['not format = "chat"']),
         ({"text": "a"}, {"columns": {"text": "nope"}}, ["no such column"]),
-        ({"text": "a"}, {"columns": {"txt": "text"}}, ["not one of our columns"]),
+        ({"text": "a"}, {"columns": {"txt": "text"}}, ["not a known column"]),
         ({"messages": "a"}, {"format": "image-chat", "template": "none"}, ['template = "none"', "template=auto"]),
-        ({"image": "a", "prompt": "b", "label": 1}, {"format": "image-unpaired-preference"}, ["+ label, beside image"]),
+        ({"image": "a", "prompt": "b", "label": 1}, {"format": "image-unpaired-preference"}, ["+ label, with image"]),
     ],
 )
 def test_unclear_columns_are_refused(row: dict[str, Any], keys: dict[str, Any], words: list[str]) -> None:

@@ -220,7 +220,7 @@ def test_rows_without_a_usable_image_or_box_are_dropped_and_counted(qwen: Path, 
     assert count.dropped == {
         "image cannot be read (FileNotFoundError)": 1, "image cannot be read (OSError)": 1,
         "image cannot be read (UnidentifiedImageError)": 1, "there is no box": 1, "image is missing": 1,
-        "a box has no area, or lies outside its image": 2, "a box is not four numbers": 1,
+        "a box has no area, or is outside its image": 2, "a box is not four numbers": 1,
     }  # fmt: skip
 
 

@@ -115,13 +115,13 @@ GOOD = json.dumps(ROW)
 @pytest.mark.parametrize(
     ("name", "text", "place"),
     [
-        ("a_json", "5", "a.json:1: an object was expected, found a number"),
-        ("a_json", "null", "a.json:1: an object was expected, found null"),
+        ("a_json", "5", "a.json:1: expected an object, found a number"),
+        ("a_json", "null", "a.json:1: expected an object, found null"),
         ("a_json", '[["prompt", "completion"], ["a", "b"]]', "a.json: element 1 of its list: .*, found a list"),
         ("a_json", f"[{GOOD}, [1]]", "a.json: element 2 of its list: .*, found a list"),
         ("a_json", f"[null, {GOOD}]", "a.json: element 1 of its list: .*, found null"),
-        ("a_jsonl", f"null\n{GOOD}\n", "a.jsonl:1: an object was expected, found null"),
-        ("a_jsonl", f"{GOOD}\nnull\n", "a.jsonl:2: an object was expected, found null"),
+        ("a_jsonl", f"null\n{GOOD}\n", "a.jsonl:1: expected an object, found null"),
+        ("a_jsonl", f"{GOOD}\nnull\n", "a.jsonl:2: expected an object, found null"),
     ],
 )
 def test_rows_that_are_no_objects_are_refused_or_left_out(name: str, text: str, place: str, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_rows_that_are_no_objects_are_refused_or_left_out(name: str, text: str, 
 
 def test_records_with_too_many_fields_are_refused_or_left_out(tmp_path: Path) -> None:
     path = folder(tmp_path, a_csv='prompt,completion\na,"b\nb"\nc,d,e\nf,g\n') / "a.csv"
-    with pytest.raises(DataError, match=r"a\.csv:4: 3 fields, the file has 2 columns") as caught:
+    with pytest.raises(DataError, match=r"a\.csv:4: 3 fields, but the file has 2 columns") as caught:
         prepared(path)
     assert "data.broken=skip" in caught.value.render()
     (count,) = prepared(path, broken="skip").report.sources
@@ -147,7 +147,7 @@ def test_records_with_too_many_fields_are_refused_or_left_out(tmp_path: Path) ->
 
 def test_nothing_but_broken_lines_is_a_data_error(tmp_path: Path) -> None:
     path = folder(tmp_path, a_jsonl="torn\n{\n") / "a.jsonl"
-    with pytest.raises(DataError, match="no row is left"):
+    with pytest.raises(DataError, match="no rows are left"):
         prepared(path, broken="skip")
 
 
@@ -163,7 +163,7 @@ def test_a_nested_column_is_named_with_dots(tmp_path: Path) -> None:
 def test_preference_rows_are_recognised_and_what_is_learned_of_them_is_said(tmp_path: Path) -> None:
     pair = {"prompt": "q", "chosen": "yes", "rejected": "no"}
     path = folder(tmp_path, a_jsonl=lines(pair)) / "a.jsonl"
-    with pytest.raises(DataError, match=r'preferences, and method\.objective = "sft" imitates answers') as caught:
+    with pytest.raises(DataError, match=r'preferences, but method\.objective = "sft" trains on answers') as caught:
         prepared(path)
     assert 'completion = "chosen"' in caught.value.render()
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
@@ -175,7 +175,7 @@ def test_preference_rows_are_recognised_and_what_is_learned_of_them_is_said(tmp_
 def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
     """Messages of a tree, one to a row, look like texts."""
     path = folder(tmp_path, a_jsonl=lines({"message_id": "1", "text": "Rain?", "role": "prompter"})) / "a.jsonl"
-    assert "source s: columns that are not read: message_id, role" in prepared(path).report.notices
+    assert "source s: unused columns: message_id, role" in prepared(path).report.notices
 
 
 def test_rows_of_dolly_have_their_context_as_input(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_preferences_as_openai_has_them_are_pairs(tmp_path: Path) -> None:
     assert "Cold?" in tokenizer().decode(chosen.input_ids)
     for found, answer in ((chosen, "Yes."), (rejected, "No.")):
         assert str(tokenizer().decode(found.input_ids[found.labels != IGNORED])).startswith(answer)
-    with pytest.raises(DataError, match="preferences, and"):
+    with pytest.raises(DataError, match="preferences, but"):
         prepared(path)
 
 
@@ -207,7 +207,7 @@ def test_a_pointer_of_git_lfs_is_no_data(tmp_path: Path) -> None:
     """As text it would be learned."""
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"
     path = folder(tmp_path, a_txt="Rain.", b_txt=pointer)
-    with pytest.raises(DataError, match=r"b\.txt is a pointer of Git LFS"):
+    with pytest.raises(DataError, match=r"b\.txt is a Git LFS pointer"):
         prepared(path)
 
 
@@ -226,7 +226,7 @@ def test_what_would_help_is_said_of_rows_that_fit_nothing(tmp_path: Path) -> Non
     turns = {"conversations": [{"from": "human", "text": "Rain?"}, {"from": "gpt", "text": "Yes."}]}
     for row, words in (
         (turns, "a turn has no content; it has from, text"),
-        ({"id": 1, "fields": {"q": "a"}}, 'what is nested has dots, such as "fields.answer"'),
+        ({"id": 1, "fields": {"q": "a"}}, 'write nested fields with dots, such as "fields.answer"'),
     ):
         path = folder(tmp_path, a_jsonl=lines(row)) / "a.jsonl"
         spec = run_spec({"sources": [{"name": "s", "path": str(path)}]}, model={"chat_template": "plain"})
@@ -236,4 +236,4 @@ def test_what_would_help_is_said_of_rows_that_fit_nothing(tmp_path: Path) -> Non
     path = folder(tmp_path, a_tsv="Rain?\tYes.\nSnow?\tNo.\n") / "a.tsv"
     with pytest.raises(DataError) as caught:
         prepared(path)
-    assert "put a line with the names of the columns before it" in caught.value.render()
+    assert "add a line with the column names before it" in caught.value.render()

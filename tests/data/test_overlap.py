@@ -48,13 +48,13 @@ def test_exact_and_near_rows_are_counted(jsonl: Write) -> None:
     assert [(pair.document, pair.other) for pair in found.pairs] == [(0, 0), (1, 1), (2, 3)]
     assert found.pairs[0].similarity == 1 and 0.7 <= found.pairs[2].similarity < 1
     (line,) = [line for line in data.report.lines() if "validation: " in line and "rows" in line]
-    assert line.startswith("WARNING: validation: 2 of 7 rows are in the training data, and 1 more nearly")
+    assert line.startswith("WARNING: validation: 2 of 7 rows are also in the training data; near-duplicates: 1")
 
 
 def test_other_rows_are_said_to_be_other_rows(jsonl: Write) -> None:
     held = jsonl([{"text": text} for text in sentences(5, seed=9)], "held.jsonl")
     data = prepared(jsonl([{"text": text} for text in sentences(40)]), held)
-    assert data.overlaps[0].line() == "validation: none of 5 rows is in the training data, exactly or nearly"
+    assert data.overlaps[0].line() == "validation: none of 5 rows is equal or similar to a row of the training data"
     assert data.overlaps[0].line() in data.report.lines()
 
 
@@ -120,7 +120,7 @@ def test_the_command_shows_pairs_with_their_lines(recipe: str, tmp_path: Path) -
     assert done.exit_code == 0, done.output
     assert f"validation, h, {tmp_path}/held.jsonl:1\n" in done.stdout
     assert f"train, s, {tmp_path}/rows.jsonl:8\nequal\n" in done.stdout
-    assert f"train, s, {tmp_path}/rows.jsonl:3\n" in done.stdout and "% alike" in done.stdout
+    assert f"train, s, {tmp_path}/rows.jsonl:3\n" in done.stdout and "% similar" in done.stdout
     assert f"evaluation, e, {tmp_path}/scored.jsonl:1\n" in done.stdout
 
 

@@ -143,8 +143,8 @@ def test_bounds_of_pixels_reach_the_processor_and_its_files(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("family", "data", "words"),
     [
-        ("llava", {"image_max_pixels": 56**2}, "do not apply to images of a llava model"),
-        ("mistral3", {"image_min_pixels": 56**2}, "do not apply to images of a mistral3 model"),
+        ("llava", {"image_max_pixels": 56**2}, "have no effect for a llava model"),
+        ("mistral3", {"image_min_pixels": 56**2}, "have no effect for a mistral3 model"),
     ],
 )
 def test_bounds_of_pixels_are_refused_where_images_are_resized_to_sides(
@@ -160,5 +160,5 @@ def test_a_tokenizer_without_the_image_token_is_refused(tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path / "plain")
     spec = spec_for(model, tmp_path)
     other = spec.recipe.model.model_copy(update={"tokenizer": str(tmp_path / "plain")})
-    with pytest.raises(TunedeckError, match=r"LlavaNextProcessor .*not one token"):
+    with pytest.raises(TunedeckError, match=r"LlavaNextProcessor .*not a single token"):
         load_image_processor(spec, load_tokenizer(other))

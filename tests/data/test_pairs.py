@@ -103,7 +103,7 @@ def test_none_leaves_pairs_plain_and_the_report_says_which_way_was_taken(jsonl: 
     path, made = jsonl([PAIR]), tokenizer()
     assert rows_of(made, path, {"template": "none"})[0][0] == [*(QUESTION + ANSWER).encode(), made.eos_token_id]
     said = "\n".join(prepared(made, path).report.lines())
-    assert 'inside the chat template, which the source\'s template = "none" leaves plain: 1' in said
+    assert 'rendered with the chat template (template = "none" in the source keeps them plain): 1' in said
 
 
 def test_a_tokenizer_without_a_template_leaves_pairs_plain(jsonl: Write) -> None:

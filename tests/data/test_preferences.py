@@ -195,4 +195,4 @@ def test_preferences_without_their_objective_say_what_to_add(tmp_path: Path) -> 
 def test_answers_alone_are_no_pairs(tmp_path: Path) -> None:
     with pytest.raises(DataError) as refused:
         prepared(tmp_path, [{"prompt": "a", "completion": "b"}])
-    assert "learns from pairs" in refused.value.found
+    assert "needs pairs" in refused.value.found

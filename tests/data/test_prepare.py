@@ -91,7 +91,7 @@ def test_truncation_cuts_on_the_right_and_drops_what_has_no_target_left(jsonl: W
     assert result.report.sources[0].truncated == 1
     with pytest.raises(DataError) as refused:
         prepared({"sources": plain(jsonl(rows[:1])), "max_length": 8, "over_length": "truncate"})
-    assert refused.value.fix == "raise data.max_length: what is learned stands behind it"
+    assert refused.value.fix == "raise data.max_length: all target tokens are beyond it"
     assert len(prepared({"sources": plain(jsonl(rows[:1])), "max_length": 64, "over_length": "truncate"}).train) == 1
 
 
@@ -126,7 +126,7 @@ def test_sources_are_joined_in_order_and_switched_off(jsonl: Write) -> None:
     assert texts(data) == ["one<eos>", "two<eos>"]
     assert (data.source_of.tolist(), data.weights.tolist()) == ([0, 1], [2.5, 1.0])
     assert texts(prepared({"sources": [{**both[0], "enabled": False}, both[1]]}).train) == ["two<eos>"]
-    with pytest.raises(DataError, match="switched off"):
+    with pytest.raises(DataError, match="is disabled"):
         prepared({"sources": [{**each, "enabled": False} for each in both]})
 
 

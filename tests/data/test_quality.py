@@ -62,7 +62,7 @@ def test_a_source_whose_answers_never_end_is_warned_of(jsonl: Write) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     path = jsonl([{"messages": turns}])
     endless = measured([path], marked)
-    assert endless.sources[0].ended == 0.0 and endless.lines()[0].startswith("WARNING: no sample of s0 ends")
+    assert endless.sources[0].ended == 0.0 and endless.lines()[0].startswith("WARNING: no answer in s0 ends")
     assert measured([path]).sources[0].ended == 1.0
 
 
@@ -94,8 +94,8 @@ def test_row_and_find_choose_the_samples(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["--row", "21"], "the training data have 20 samples"),
-    (["--find", "nowhere"], "no sample has this text"),
+    (["--row", "21"], "the training data has 20 samples"),
+    (["--find", "nowhere"], "no sample contains this text"),
 ])  # fmt: skip
 def test_a_sample_that_is_not_there_is_said(arguments: list[str], words: str, recipe: str) -> None:
     done = CliRunner().invoke(app, ["data", "-r", recipe, *arguments])
@@ -105,5 +105,5 @@ def test_a_sample_that_is_not_there_is_said(arguments: list[str], words: str, re
 
 def test_the_report_has_the_figures_and_special_tokens(recipe: str) -> None:
     done = CliRunner().invoke(app, ["data", "-r", recipe])
-    assert "data.packing would give 1 sequences" in done.stdout
+    assert "with data.packing: 1 sequences" in done.stdout
     assert "s: 20 samples, 0 duplicates, 100.0 % end with an end token" in done.stdout

@@ -194,7 +194,7 @@ def test_two_system_prompts_are_one_or_a_reason_to_drop_the_row(jsonl: Write) ->
 def test_a_column_that_may_be_part_of_the_prompt_and_is_not_read_is_warned_of(column: str, jsonl: Write) -> None:
     data = prepared(tokenizer(), jsonl([{column: "You are a pirate.", "messages": TURNS, "id": 3}]))
     warnings = [line for line in data.report.notices if line.startswith("WARNING")]
-    assert len(warnings) == 1 and f"the column {column} is not read" in warnings[0]
+    assert len(warnings) == 1 and f"the column {column} is not used" in warnings[0]
 
 
 def test_a_column_whose_text_is_in_the_conversation_is_no_warning(jsonl: Write) -> None:
@@ -227,7 +227,7 @@ def test_a_part_that_is_not_trained_is_context(text: str | None, answer: dict[st
     turns = [TURNS[0], {"role": "assistant", **answer}, TURNS[0], TURNS[1]]
     for loss_on, before in (("completion", "Let me think. ["), ("all", "]Let me think. [")):
         if loss_on == "all" and text == FORGETFUL:
-            with pytest.raises(DataError, match="rewrites a finished turn that is not learned"):
+            with pytest.raises(DataError, match="rewrites a finished turn that is excluded from training"):
                 prepared(tokenizer(text), jsonl([{"messages": turns}]), loss_on=loss_on)
             return
         data = prepared(tokenizer(text), jsonl([{"messages": turns}]), loss_on=loss_on)
@@ -258,7 +258,7 @@ def test_marks_may_be_text_as_in_csv_files(mark: dict[str, Any]) -> None:
 def test_questions_that_ask_to_be_learned_are_counted(jsonl: Write) -> None:
     data = prepared(tokenizer(), jsonl([{"messages": [{**TURNS[0], "train": True}, TURNS[1]]}]))
     assert data.report.sources[0].chat["asked"] == 1
-    assert any("ask to be learned" in line for line in data.report.lines())
+    assert any("marked for training" in line for line in data.report.lines())
 
 
 THOUGHT = "Step 1: add."
@@ -311,7 +311,7 @@ def test_names_of_roles_and_keys_of_turns_are_those_of_the_source(jsonl: Write) 
     assert prepared(tokenizer(), jsonl([plain], "b.jsonl"), {"roles": {"user": "customer"}}).train
     with pytest.raises(DataError, match="roles has 'a' twice"):
         prepared(tokenizer(), jsonl([plain], "b.jsonl"), {"roles": {"user": "a", "assistant": ["b", "A"]}})
-    with pytest.raises(DataError, match="roles names parts of turns"):
+    with pytest.raises(DataError, match="roles is for turns"):
         prepared(tokenizer(), jsonl([{"text": "a"}], "c.jsonl"), {"roles": {"user": "customer"}})
 
 

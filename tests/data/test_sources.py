@@ -118,19 +118,19 @@ def test_generated_dates_are_disjoint_repeatable_and_obey_slices() -> None:
     ("name", "content", "words"),
     [
         ("a.jsonl", b'{"text": "ok"}\n{"text": "torn\n', "a.jsonl:2: not JSON"),
-        ("a.jsonl", b'{"text": "ok"}\n\n[1, 2]\n', "a.jsonl:3: an object was expected, found a list"),
+        ("a.jsonl", b'{"text": "ok"}\n\n[1, 2]\n', "a.jsonl:3: expected an object, found a list"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "a.jsonl:2: not JSON (not UTF-8 text)"),
         ("a.json", b'[\n{"text": "ok"},\n{"text" "x"}\n]', "a.json:3: not JSON"),
         ("a.csv", b"text\nok\ncaf\xe9\n", "a.csv:3: not UTF-8 text"),
         ("a.jsonl", b"", "is empty"),
-        ("a.jsonl", b"\n\n", "holds no rows"),
+        ("a.jsonl", b"\n\n", "has no rows"),
         ("a.csv", b"", "is empty"),
-        ("a.csv", b"text\n", "holds no rows"),
+        ("a.csv", b"text\n", "has no rows"),
         ("a.parquet", b"PAR1 not really", "cannot be read"),
         ("a.arrow", b"nonsense", "cannot be read"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz"),
         ("a.csv.gz", b"not gzip", "a.csv.gz"),
-        ("a.bin", b"x", "suffix of no known format"),
+        ("a.bin", b"x", "unknown suffix"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -146,10 +146,10 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes, words
     [
         ({"path": "{tmp}/missing.jsonl"}, "does not exist"),
         ({"path": "{tmp}/*.jsonl"}, "no file matches"),
-        ({"path": "{tmp}"}, "holds no files"),
-        ({"path": "builtin:poems"}, "there is no builtin:poems"),
-        ({"path": "builtin:dates", "split": "test"}, "with split test"),
-        ({"path": "builtin:dates", "split": "train[[0]"}, "is not understood"),
+        ({"path": "{tmp}"}, "has no files"),
+        ({"path": "builtin:poems"}, "builtin:poems has no split"),
+        ({"path": "builtin:dates", "split": "test"}, "has no split test"),
+        ({"path": "builtin:dates", "split": "train[[0]"}, "is not a valid split"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_named(tmp_path: Path, keys: dict[str, str], words: str) -> None:

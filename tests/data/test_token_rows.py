@@ -100,7 +100,7 @@ def test_other_rows_are_dropped_with_a_reason(row: dict[str, Any], reason: str, 
 
 def test_what_is_no_list_of_numbers_drops_the_row() -> None:
     for value in ("hi", [1.5], ["1"], 3, {"a": 1}, [[1], [2]]):
-        assert token_row({"input_ids": value}) == Dropped("input_ids is not a list of whole numbers")
+        assert token_row({"input_ids": value}) == Dropped("input_ids is not a list of integers")
 
 
 @pytest.mark.parametrize("token", [-1, 264, 151_936])

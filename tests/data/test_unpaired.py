@@ -115,7 +115,7 @@ def test_what_is_no_answer_with_a_label_is_dropped_and_counted(
 def test_one_sample_is_too_few(tmp_path: Path) -> None:
     with pytest.raises(DataError) as refused:
         prepared(tmp_path, [ROWS["texts"]])
-    assert "one sample is left" in refused.value.found
+    assert "only one sample left" in refused.value.found
 
 
 def test_labels_of_another_objective_say_what_to_add(tmp_path: Path) -> None:

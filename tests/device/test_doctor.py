@@ -134,7 +134,7 @@ def test_gpus_proves_what_four_ranks_rely_on(app: typer.Typer, tmp_path: Path) -
     assert {"ok"} == {one["state"] for one in together}
     proofs = [one["text"].partition(":")[0] for one in together]
     assert [*proofs[:3], proofs[-1]] == AMONG_RANKS
-    assert together[0]["text"].startswith("collectives: five kinds of collectives among 4 ranks are exact")
+    assert together[0]["text"].startswith("collectives: five kinds of collectives between 4 ranks are exact")
 
 
 def test_several_gpus_are_proved_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_run_that_cannot_be_set_up_is_a_problem_of_the_machine(app: typer.Type
     result = RUNNER.invoke(app, ["doctor", "--gpus", "-p", "demo", "-r", "lora", "--json"])
     assert result.exit_code == 6
     (finding,) = json.loads(result.stdout)["findings"]
-    assert finding["state"] == "problem" and "could not be proved" in finding["text"]
+    assert finding["state"] == "problem" and "could not be checked" in finding["text"]
 
 
 def test_without_a_gpu_or_a_profile_nothing_can_be_proved(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:

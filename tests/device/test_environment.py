@@ -77,7 +77,7 @@ def test_a_setting_that_came_too_late_is_said() -> None:
     finished = subprocess.run(
         [sys.executable, "-P", "-c", late], env=environment, capture_output=True, text=True, check=True
     )
-    assert f"runs with its defaults, and the profile asks for {EXPANDABLE}" in finished.stdout
+    assert f"uses its defaults, but the profile sets {EXPANDABLE}" in finished.stdout
 
 
 def test_settings_that_are_in_force_are_no_news(monkeypatch: pytest.MonkeyPatch) -> None:

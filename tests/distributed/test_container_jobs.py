@@ -156,8 +156,8 @@ def test_what_a_target_needs_is_asked_for(tunedeck: Tunedeck, profile: Path, tmp
     base = ("launch", "-p", profile, "-r", write_recipe(tmp_path))
     for more, told in (
         ((), "--target, with one of: slurm"),
-        (("--target", "mars"), "no target 'mars'"),
-        (("--target", "modal", "--slurm"), "were both given"),
+        (("--target", "mars"), "unknown target 'mars'"),
+        (("--target", "modal", "--slurm"), "exclude each other"),
         (("--target", "modal"), "--image"),
         (("--target", "modal", "--image", "i"), "--gpu 'H100'"),
         (("--target", "skypilot"), "--gpu NAME"),

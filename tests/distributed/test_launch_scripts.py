@@ -212,7 +212,7 @@ def test_a_script_that_was_edited_is_not_replaced(tunedeck: Tunedeck, tmp_path: 
 
 def test_a_launcher_must_be_named(tunedeck: Tunedeck, files: tuple[Path, Path]) -> None:
     tunedeck("launch", "-p", files[0], "-r", files[1]).complains(2, "nodes.launcher", "--target, with one of: slurm")
-    tunedeck("launch", "-p", files[0], "-r", files[1], "--slurm", "--skypilot").complains(2, "both given")
+    tunedeck("launch", "-p", files[0], "-r", files[1], "--slurm", "--skypilot").complains(2, "exclude each other")
 
 
 def test_a_profile_of_several_machines_is_not_started_on_one(

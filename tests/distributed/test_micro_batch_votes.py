@@ -199,7 +199,7 @@ def test_a_rank_without_room_to_join_the_others_is_lost(monkeypatch: pytest.Monk
     model.votes = cast(MicroBatchVotes, Waiting())
     monkeypatch.setattr(ShardedModel, "recover", lambda _: None)
     monkeypatch.setattr(ShardedModel, "_join", refuse)
-    with pytest.raises(LostRankError, match="no room to take part"):
+    with pytest.raises(LostRankError, match="no memory left to finish the micro-batch"):
         model.join_others(MeteredDevice(2**20), report)
     assert told == ["retry", "retry", "give_up"]
 

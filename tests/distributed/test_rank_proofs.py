@@ -96,7 +96,7 @@ def _nudged_weights(patch: pytest.MonkeyPatch, setup: TrainingSetup) -> None:
 
 
 BROKEN: list[tuple[str, Break, str]] = [
-    ("bandwidth", _lost_exchange, "the all-to-all of the ranks gives a wrong result at 1 MiB"),
+    ("bandwidth", _lost_exchange, "the all-to-all between the ranks gives a wrong result at 1 MiB"),
     ("sharded_step", _wrong_scale, "in step 1, compared with one rank's, is off by"),
     ("sharded_step", _stale_weights, "in step 2, compared with one rank's, is off by"),
     ("sharded_step", _swallowed, "the outcomes by rank are ['', '']"),
@@ -158,9 +158,9 @@ def test_a_killed_rank_is_noticed_and_a_rank_that_does_not_notice_is_named(notic
     limit_seconds = 60.0 if notices else -10.0
     result = doctor.judge(place, 2, limit_seconds, "rank 1 was killed (SIGKILL)", 1.0)
     assert result.passed is notices
-    assert ("noticed by all others" if notices else "ranks 0 did not notice") in result.detail
+    assert ("all other ranks notice" if notices else "ranks 0 did not notice") in result.detail
     late = doctor.judge(place, 2, 60.0, "rank 0 exited with 1", 1.0)
-    assert late.detail.startswith("the supervisor says: rank 0")
+    assert late.detail.startswith("the supervisor reports: rank 0")
 
 
 def _cards(count: int = 2) -> ProvedRun:
@@ -178,11 +178,11 @@ def test_memory_outside_torch_is_compared_with_the_reserve(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda place: 4 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (75 * GIB, 80 * GIB))
     assert proof.applies(run)
-    assert proof.prove(run).startswith("1.0 GiB are held outside torch")
+    assert proof.prove(run).startswith("1.0 GiB of 2.0 GiB reserved memory is held outside torch")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (73 * GIB, 80 * GIB))
-    with pytest.raises(DisprovedError, match=r"3\.0 GiB are held outside torch, and the profile leaves 2\.0 GiB"):
+    with pytest.raises(DisprovedError, match=r"3\.0 GiB are held outside torch, but the profile leaves 2\.0 GiB"):
         proof.prove(run)
-    assert proof.fall_back(run) == "it trains with 69.0 GiB; device.reserve_gib = 3.0 plans with that"
+    assert proof.fall_back(run) == "training with 69.0 GiB; to plan with this, set device.reserve_gib = 3.0"
 
 
 def test_pairs_without_peer_access_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +192,9 @@ def test_pairs_without_peer_access_need_shared_memory(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: other == 1)
     monkeypatch.setattr(among_ranks, "disk_usage", lambda path: SimpleNamespace(total=64 * 10**6))
-    assert proof.prove(run) == "peer access between 2 of 6 pairs of GPUs of a machine; /dev/shm has 64 MB"
+    assert proof.prove(run) == "peer access between 2 of 6 pairs of GPUs on a machine; /dev/shm has 64 MB"
     monkeypatch.setattr(among_ranks, "disk_usage", lambda path: SimpleNamespace(total=32 * 10**6))
-    with pytest.raises(DisprovedError, match="/dev/shm has 32 MB, and the other pairs need 40 MB there"):
+    with pytest.raises(DisprovedError, match="/dev/shm has 32 MB, but the other pairs need 40 MB"):
         proof.prove(run)
     assert "--shm-size" in proof.fall_back(run)
 
@@ -208,5 +208,5 @@ def test_two_ranks_on_one_card_are_refused_before_their_communicators_are_made(m
         return cast(Ranks, SimpleNamespace(all_gather_object=lambda value: [["node-7", other], value]))
 
     among_ranks.refuse_shared_cards(device, ranks("GPU-1"))
-    with pytest.raises(EnvironmentProblem, match="ranks 0 and 1 both work on card GPU-0 of"):
+    with pytest.raises(EnvironmentProblem, match="ranks 0 and 1 both use GPU GPU-0 of"):
         among_ranks.refuse_shared_cards(device, ranks("GPU-0"))

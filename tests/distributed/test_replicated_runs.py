@@ -44,7 +44,7 @@ def test_a_killed_rank_restarts_the_run_a_stopped_one_too_many_ends_it_and_one_p
     assert "rank 1 was killed" in restart and "restart 1 of 1" in restart
     end = events(place)[-1]
     assert (end["kind"], end["status"]) == ("run_finished", "failed")
-    assert "no answer from rank 1, which is stopped or stuck, after 1 restart" in end["error"]
+    assert "rank 1 does not respond: it is suspended or stuck, after 1 restart" in end["error"]
     assert finish_alone(place, folder) == pytest.approx(curve, rel=1e-5)
 
 

@@ -21,12 +21,16 @@ def ended(exit_code: int, *, after_seconds: int = 0) -> ProcessFailure:
     ("failures", "size", "words"),
     [
         ({1: ended(-signal.SIGKILL), 0: ended(LOST_CODE)}, 2, "rank 1 was killed (SIGKILL"),
-        ({2: ended(-signal.SIGSEGV), 0: ended(-signal.SIGTERM)}, 4, "rank 2 was ended by signal 11 (SIGSEGV)"),
-        ({0: ended(BEYOND_REPAIR_CODE), 1: ended(LOST_CODE)}, 2, "rank 0 reports a device that only a new process"),
+        ({2: ended(-signal.SIGSEGV), 0: ended(-signal.SIGTERM)}, 4, "rank 2 was terminated by signal 11 (SIGSEGV)"),
+        (
+            {0: ended(BEYOND_REPAIR_CODE), 1: ended(LOST_CODE)},
+            2,
+            "rank 0 reports a device error that requires a new process",
+        ),
         ({3: ended(1), 0: ended(LOST_CODE)}, 4, "rank 3 exited with 1"),
-        ({0: ended(LOST_CODE), 1: ended(-9, after_seconds=SECONDS_TO_LEAVE)}, 2, "no answer from rank 1, which is"),
-        ({0: ended(LOST_CODE), 1: ended(LOST_CODE), 3: ended(LOST_CODE)}, 4, "no answer from rank 2, which is"),
-        ({0: ended(LOST_CODE), 1: ended(LOST_CODE)}, 2, "the ranks lost each other"),
+        ({0: ended(LOST_CODE), 1: ended(-9, after_seconds=SECONDS_TO_LEAVE)}, 2, "rank 1 does not respond"),
+        ({0: ended(LOST_CODE), 1: ended(LOST_CODE), 3: ended(LOST_CODE)}, 4, "rank 2 does not respond"),
+        ({0: ended(LOST_CODE), 1: ended(LOST_CODE)}, 2, "the ranks lost their connection"),
     ],
     ids=["killed", "crashed", "sticky device", "defect", "stopped", "stopped, older torch", "all lost"],
 )

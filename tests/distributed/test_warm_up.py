@@ -82,10 +82,10 @@ def each_kind(ranks: Ranks, _folder: Path) -> Any:
 def test_every_kind_of_collective_is_run_and_a_broken_one_is_noticed(size: int, tmp_path: Path) -> None:
     results = run_ranks([each_kind, proof_broken_on_rank_1], tmp_path, size=size)
     for rank, (whole, broken) in enumerate(results["proof_broken_on_rank_1"]):
-        assert f"among {size} ranks are exact" in whole
-        assert ("the all-gather of the ranks gives a wrong result" in broken) == (rank == 1)
+        assert f"between {size} ranks are exact" in whole
+        assert ("the all-gather between the ranks gives a wrong result" in broken) == (rank == 1)
     for noticed, reused, place in results["each_kind"]:
-        kinds = [text.removeprefix("the ").partition(" of")[0] for text in noticed]
+        kinds = [text.removeprefix("the ").partition(" between")[0] for text in noticed]
         assert kinds == ["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast"]
         assert reused and place
 

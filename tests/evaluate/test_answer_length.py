@@ -33,7 +33,7 @@ def test_a_run_and_a_score_generate_no_further_than_the_positions(tmp_path: Path
     assert code == 0, events[-1]
     texts = [event["text"] for event in of_kind(events, "warning") if event["code"] == "short_answers"]
     assert len(texts) == cut
-    assert all("the model has 64 positions, and the longest prompt takes" in text for text in texts)
+    assert all("the model has 64 positions and the longest prompt takes" in text for text in texts)
     said: list[str] = []
     assert score_model(spec, said.append).samples
     assert any(text in said for text in texts) == cut
@@ -42,5 +42,5 @@ def test_a_run_and_a_score_generate_no_further_than_the_positions(tmp_path: Path
 def test_data_beyond_a_table_of_positions_are_not_scored(tmp_path: Path) -> None:
     tables = settings(tmp_path, "gpt2") | {"data": {"max_length": 200, "valid_fraction": 0.2}}
     spec = make_spec(write_samples(tmp_path / "samples.jsonl", longest=180), device="cpu", **tables)
-    with pytest.raises(UsageError, match=r"data\.max_length = 200 is beyond the 64 positions"):
+    with pytest.raises(UsageError, match=r"data\.max_length = 200 exceeds the 64 positions"):
         score_model(spec, lambda text: None)

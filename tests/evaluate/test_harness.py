@@ -206,7 +206,7 @@ def test_a_run_on_plain_text_is_asked_without_the_template() -> None:
 def test_a_task_that_is_not_known_is_found_in_the_folder_that_the_fix_asks_for(tasks: Path) -> None:
     with pytest.raises(UsageError) as refused:
         harness.load_tasks(["tiny_choice"], None)
-    assert refused.value.fix == "for tasks of your own: --include-path DIR"
+    assert refused.value.fix == "for your own tasks: --include-path DIR"
     assert "tiny_choice" in harness.load_tasks(["tiny_choice"], str(tasks)).all_tasks
 
 

@@ -229,7 +229,7 @@ def test_a_model_that_never_fits_ends_with_what_to_do(tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(MemoryExhaustedError, match="out of memory in load") as ended:
         score_model(spec, said.append)
-    assert "a profile with more of it" in str(ended.value.fix)
+    assert "a profile with more memory" in str(ended.value.fix)
     assert [text for text in said if text.startswith("out of memory")] == [
         "out of memory while loading model: retry 1",
         "out of memory while loading model: retry 2",

@@ -110,7 +110,7 @@ def test_a_chat_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patched, pytest.raises(Exception, match="no chat can be kept"):
+    with monkeypatch.context() as patched, pytest.raises(Exception, match="the chat cannot be stored"):
         patched.setattr("engine.journal.chats.write_atomically", full)
         create_chat(tmp_path, {})
     assert list((tmp_path / ".chats").iterdir()) == []
@@ -130,7 +130,7 @@ def test_a_chat_that_is_taken_up_again_is_not_ended(tmp_path: Path) -> None:
 def test_a_folder_that_was_moved_is_named_with_a_fix(tmp_path: Path) -> None:
     gone = tmp_path / "runs" / "one" / "file"
     problem = moved_problem(FileNotFoundError(errno.ENOENT, "No such file or directory", str(gone)))
-    assert problem is not None and problem.found.startswith(f"{tmp_path / 'runs'} does not exist any more")
+    assert problem is not None and problem.found.startswith(f"{tmp_path / 'runs'} was moved or removed")
     assert moved_problem(FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path / "file"))) is None
 
 

@@ -83,7 +83,7 @@ BETTER = [{"prompt": "1 plus 1", "better": "2", "worse": "3"}] * 4
 
 ROWS = {
     "commands/chat:chat: add --prompt": Row(own_files, f"{CHAT} --json", f"{CHAT} --json --prompt hi"),
-    "commands/chat:chat: leave --prompt": Row(
+    "commands/chat:chat: leave out --prompt": Row(
         own_files, f"{CHAT} --attach x --prompt hi", f"{CHAT} --attach x", answer="no chats", code=2
     ),
     "commands/chat:_switch": Row(
@@ -100,13 +100,13 @@ ROWS = {
         prompts_missing, f"{CHAT} --file asked.txt", f"{CHAT} --file asked.txt", prompts_there
     ),
     "commands/evaluate:_find_run": Row(own_files, "eval builtin:tiny", EVAL),
-    "commands/model_specs:spec_for_base: name the base": Row(
+    "commands/model_specs:spec_for_base: give the base": Row(
         own_files, f"{EVAL} --base", EVAL.replace("builtin:tiny", "builtin:tiny builtin:tiny")
     ),
     "commands/handover:require_weights": Row(begun, "merge last", answer="done"),
     "commands/data:data": Row(staged_recipe, "data -r s.toml --row 1", answer="sample 1"),
     "commands/data:chosen_rows: add --row": Row(own_files, f"{DATA} --row 99", f"{DATA} --row 8"),
-    "commands/data:chosen_rows: look for": Row(own_files, f"{DATA} --find Plus", f"{DATA} --find plus"),
+    "commands/data:chosen_rows: search for": Row(own_files, f"{DATA} --find Plus", f"{DATA} --find plus"),
     "commands/doctor_gpus:_devices": Row(own_files, "doctor --gpus", answer="ok"),
     "config/check/preference_rules:no_adapter_to_switch_off": Row(prefer_after_adapter, "plan -p mine -r p.toml"),
     "config/files/write:import_spec_file": Row(
@@ -115,7 +115,7 @@ ROWS = {
     "extras/imports/convert:_require_plain: remove the tag": Row(
         tagged_yaml, "recipes import a.yml", "recipes import a.yml", plain_yaml
     ),
-    "extras/imports/convert:_require_plain: write the value out": Row(
+    "extras/imports/convert:_require_plain: write out the value": Row(
         anchored_yaml, "recipes import a.yml", "recipes import a.yml", plain_yaml
     ),
     "extras/imports/convert:_require_unique": Row(
@@ -134,7 +134,7 @@ ROWS = {
         DATA + ROWS_PATH + at("method.objective", "dpo")
         + " --set 'data.sources.main.columns={chosen = \"better\", rejected = \"worse\"}'",
     ),
-    "launch/create_run:resolve_start: leave one out": Row(
+    "launch/create_run:resolve_start: leave out one of them": Row(
         finished_run, "train --run-spec x.toml -r mine.toml", "plan -p here.toml -r mine.toml"
     ),
     "launch/requirements:require_trackers": Row(

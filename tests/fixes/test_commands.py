@@ -84,7 +84,7 @@ def report_taken(folder: Path) -> None:
 
 
 ROWS = {
-    "commands/library:import_recipe: give one of them": Row(
+    "commands/library:import_recipe: use one of them": Row(
         own_files, "recipes import r.toml --name other --to other.toml", "recipes import r.toml --to other.toml",
         answer="imported other",
     ),
@@ -101,7 +101,7 @@ ROWS = {
     "commands/launch:_require_what_target_needs: add --gpu NAME": Row(
         own_files, f"{LAUNCH} --target skypilot", f"{LAUNCH} --target skypilot --gpu H100", answer="submit"
     ),
-    "commands/launch:_require_what_target_needs: make one of": Row(
+    "commands/launch:_require_what_target_needs: build one": Row(
         own_files, f"{LAUNCH} --target kubernetes", f"{LAUNCH} --target kubernetes --image i", answer="kubectl"
     ),
     "commands/launch:_require_what_target_needs: such as --gpu": Row(
@@ -113,7 +113,7 @@ ROWS = {
         f"{LAUNCH} --target jobset --image i --set nodes.count=2 --set parallel.strategy=replicated",
         answer="submit",
     ),
-    "commands/launch:_write: choose another place": Row(
+    "commands/launch:_write: choose another path": Row(
         own_files, f"{LAUNCH} --slurm --out d/rows.jsonl/s.sh", f"{LAUNCH} --slurm --out s.sh", answer="sbatch"
     ),
     "commands/launch:_refuse_to_replace": Row(
@@ -135,7 +135,7 @@ ROWS = {
     "commands/compare:_metric: add --metric loss": Row(
         scored_runs, "compare one two --against one", "compare one two --against one --metric loss", answer="loss"
     ),
-    "commands/share:report: name another file": Row(
+    "commands/share:report: choose another file": Row(
         report_taken, "report last --out taken.md", "report last --out other.md", answer="other.md"
     ),
     "commands/models:models": Row(
@@ -152,10 +152,10 @@ ROWS = {
     "data/recognise:_check_template": Row(
         texts, "data -r r.toml --set data.sources.main.template=chat", answer="8 sequences"
     ),
-    "journal/archive:export_run: name another file with --out, or": Row(
+    "journal/archive:export_run: choose another file with --out, or": Row(
         archived, "export last --out taken.zip", "export last --out other.zip", answer="other.zip"
     ),
-    "journal/archive:export_run: name another file with --out": Row(
+    "journal/archive:export_run: choose another file with --out": Row(
         archived, "export last --out taken.zip/x.zip", "export last --out other.zip", answer="other.zip"
     ),
     "journal/index:_require_one": Row(two_alike, "show 20", "show one", answer="one"),

@@ -42,7 +42,7 @@ WALKED = (
     "commands/runs:wait", "launch/process:engine_died", "launch/process:_require_on_this_machine",
     "launch/process:_kill", "launch/process:_wait_until_gone", "commands/train:_merge", "commands/train:_push",
     "extras/handover/merge:_require_space: close other", "launch/resume_run:_refuse_if_done",
-    "launch/resume_run:_refuse_other_runs_option: do a stage",
+    "launch/resume_run:_refuse_other_runs_option: repeat a stage",
     "launch/resume_run:refuse_stage: {again}", "launch/resume_run:refuse_stage: {further}",
     "launch/resume_run:_stages_done_again", "model/reference:refuse_removed", "journal/queue:add: add it to",
     "journal/queue:add: continue it with", "journal/queue:_load: remove it", "journal/index:_not_found: {f",
@@ -165,7 +165,7 @@ def test_stages_that_are_done_are_done_again_as_each_refusal_says(
     (run,) = (tmp_path / "runs").iterdir()
     for words, key in (
         ((), "launch/resume_run:_refuse_if_done"),
-        (("--from", "1"), "launch/resume_run:_refuse_other_runs_option: do a stage"),
+        (("--from", "1"), "launch/resume_run:_refuse_other_runs_option: repeat a stage"),
     ):
         refused = tunedeck("resume", run.name, *words)
         assert was_given(text_of(key), given)
@@ -182,7 +182,7 @@ def test_stages_that_are_done_are_done_again_as_each_refusal_says(
     option = shlex.split(refused.err.partition("fix: ")[2])
     refused = tunedeck("chat", f"{run.name}/two@1", "--prompt", "x")
     assert was_given(text_of("model/reference:refuse_removed"), given)
-    keep = shlex.split(refused.err.partition("the next time: ")[2])
+    keep = shlex.split(refused.err.partition("checkpoints next time: ")[2])
     assert tunedeck(*command, *option, *keep).code == 0
     assert tunedeck("chat", f"{run.name}/two@1", "--prompt", "x", "--plain").code == 0
 

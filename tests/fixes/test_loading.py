@@ -118,7 +118,7 @@ def test_a_base_in_4_bits_is_none_where_bitsandbytes_does_not_compute(
     (tmp_path / "site" / "bitsandbytes.py").write_text('supported_torch_devices = {"cuda"}\n')
     monkeypatch.syspath_prepend(tmp_path / "site")
     folder = str(write_model(tmp_path / "model", "llama"))
-    with pytest.raises(TunedeckError, match="does not compute on"):
+    with pytest.raises(TunedeckError, match="does not support"):
         load(run_spec(folder, quantize="nf4"))
     refused_as("model/load:_nf4_config: set model.quantize", given)
     del sys.modules["bitsandbytes"]  # monkeypatch would put it back afterwards
@@ -223,14 +223,14 @@ def test_what_cannot_be_simulated_has_a_closed_form(tmp_path: Path, given: Given
     spec = budget_spec(folder_of(QWEN2, tmp_path), model={"quantize": "nf4"}, method={"kind": "lora"})
     with pytest.raises(TunedeckError):
         simulate_step(spec, rows=1, length=16)
-    refused_as("extras/simulate/step:simulate_step: leave --exact out: the closed form knows it", given)
+    refused_as("extras/simulate/step:simulate_step: leave out --exact: the memory formula covers it", given)
     assert make_plan(spec).margin_bytes > 0
     spec = budget_spec(folder_of(QWEN2, tmp_path))
     parallel = spec.profile.parallel.model_copy(update={"sequence": 2})
     spec = spec.model_copy(update={"profile": spec.profile.model_copy(update={"parallel": parallel})})
     with pytest.raises(TunedeckError):
         simulate_step(spec, rows=1, length=16)
-    refused_as("extras/simulate/step:simulate_step: leave --exact out: the closed form knows what", given)
+    refused_as("extras/simulate/step:simulate_step: leave out --exact: the memory formula covers each", given)
     assert make_plan(spec).margin_bytes > 0
 
 
@@ -251,7 +251,7 @@ WALKED = (
     "model/tokenizer:give_pad_token", "model/config:_about_folder: set model.tokenizer",
     "model/verify:verify_logits: set model.dtype", "model/expert_balance:_refuse", "model/tokenizer:_bound_pixels",
     "extras/simulate/batch:_largest", "extras/simulate/batch:_refuse_empty_patches",
-    "extras/simulate/step:simulate_step: leave --exact out: the closed form knows it",
-    "extras/simulate/step:simulate_step: leave --exact out: the closed form knows what", "model/verify:_refusal",
+    "extras/simulate/step:simulate_step: leave out --exact: the memory formula covers it",
+    "extras/simulate/step:simulate_step: leave out --exact: the memory formula covers each", "model/verify:_refusal",
 )  # fmt: skip
 """The fix texts that the tests of this file execute."""

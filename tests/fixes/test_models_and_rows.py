@@ -108,7 +108,7 @@ ROWS = {
     "architecture/families:no_adapter_on": Row(
         model_of(model_type="mamba"), LORA + at("method.targets", "[\\\"x_proj\\\"]"), ALL_LINEAR
     ),
-    "architecture/model_folder:refuse_quantised: {instead}; with": Row(
+    "architecture/model_folder:refuse_quantised: {instead}; model": Row(
         quantised("gptq"), PLAN + MODEL + PRETRAINED, PLAN + MODEL + PRETRAINED + at("model.id", "./whole")
     ),
     "architecture/model_folder:refuse_quantised: {instead}": Row(
@@ -117,7 +117,7 @@ ROWS = {
     "architecture/model_folder:_refuse_tokenizer: set model.tokenizer": Row(
         model_of(), FOLDER_MODEL, FOLDER_MODEL + at("model.tokenizer", "builtin:bytes")
     ),
-    "extras/chat/sources:require_room: name fewer": Row(
+    "extras/chat/sources:require_room: chat with fewer": Row(
         small_machine, "chat builtin:tiny -p small --prompt x --plain", "chat builtin:tiny -p mine --prompt x --plain"
     ),
     "commands/plan:_write": Row(
@@ -140,12 +140,12 @@ ROWS = {
         conversations, DATA + ROWS_PATH + PLAIN,
         DATA + ROWS_PATH + PLAIN + at("model.chat_template", "my_template.jinja"), own_template,
     ),
-    "data/preferences:other_objective: name": Row(
+    "data/preferences:other_objective: set": Row(
         judged, DATA + ROWS_PATH + KINDS["dpo"] + at("preference.loss", "kto"),
         DATA + ROWS_PATH + KINDS["dpo"] + at("preference.loss", "kto")
         + " --set 'data.sources.main.columns={prompt=\"question\", completion=\"answer\", label=\"good\"}'",
     ),
-    "data/preferences:other_objective: {'name": Row(
+    "data/preferences:other_objective: {'set": Row(
         rows_of(*LABELLED), DATA + ROWS_PATH + KINDS["dpo"],
         DATA + ROWS_PATH + KINDS["dpo"] + at("preference.loss", "kto"),
     ),

@@ -40,7 +40,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 WALKED = (
     "data/chat_template:_timeout", "data/workers:_in_processes", "data/prompts:ids: ask without /image",
-    "data/prompts:ids: ask without that", "data/prompts:ids: name a picture", "data/prompts:ids: set model.chat",
+    "data/prompts:ids: ask without that", "data/prompts:ids: use an image", "data/prompts:ids: set model.chat",
     "data/prompts:text", "data/order:__init__", "data/tokenise:prefix", "data/own_processor:of: remove",
     "config/files/trust:_append",
     "extras/harness/harness:task_options", "architecture/lookup:_refused: try again",
@@ -188,7 +188,7 @@ def test_prompts_with_images_are_asked_as_the_fixes_say(tmp_path: Path, given: G
 
     refused("data/prompts:ids: ask without /image", tokens(None), said(picture, "what?"))
     assert tokens(None).ids([{"role": "user", "content": "what?"}])
-    refused("data/prompts:ids: name a picture", tokens(), said(broken, "what?"))
+    refused("data/prompts:ids: use an image", tokens(), said(broken, "what?"))
     assert tokens().ids(said(picture, "what?"))
     refused("data/prompts:ids: ask without that", tokens(), said(picture, "what is <|image_pad|>?"))
     published, tokenizer.chat_template = tokenizer.chat_template, "{% for m in messages %}<{{ m.role }}>{% endfor %}"
@@ -220,7 +220,7 @@ def test_what_a_template_refuses_is_asked_without_what_it_refuses(given: Given) 
     with pytest.raises(TunedeckError) as caught:
         text([{"role": "system", "content": "be kind"}, asked])
     assert was_given(text_of("data/prompts:text"), given)
-    assert caught.value.fix.startswith("leave the system prompt out") and text([asked]) == "hi"
+    assert caught.value.fix.startswith("leave out the system prompt") and text([asked]) == "hi"
     long = [asked, {"role": "assistant", "content": "yes"}, asked]
     with pytest.raises(TunedeckError) as caught:
         text(long)

@@ -35,10 +35,10 @@ WALKED = (
     "journal/liveness:_run_lock: {_way", "journal/liveness:engine_process", "journal/chats:create_chat",
     "journal/queue:_refuse_second_worker", "journal/stages:result_run", "launch/queue_worker:_ending",
     "launch/queue_worker:follow_queue", "launch/queue_worker:start_queue_worker",
-    "launch/queue_worker:wait_until_registered: see what", "launch/queue_worker:wait_until_registered: see why",
-    "tui/app:_check: use a command", "tui/app:_check: tunedeck --help", "train/step/context:check: put these keys",
+    "launch/queue_worker:wait_until_registered: see its runs", "launch/queue_worker:wait_until_registered: see {queue",
+    "tui/app:_check: use a command", "tui/app:_check: tunedeck --help", "train/run/identity:check: restore these keys",
     "train/step/transaction:_finish_step: lower train.learning_rate or",
-    "extras/handover/merge:_require_space: make room", "extras/handover/merge:merge: make room",
+    "extras/handover/merge:_require_space: free space", "extras/handover/merge:merge: free space",
 )  # fmt: skip
 """The fix texts that the tests below execute."""
 
@@ -128,7 +128,7 @@ def test_a_second_worker_ends_and_the_first_is_seen_in_the_list(
         late.wait()
         with pytest.raises(TunedeckError):
             queue_worker.wait_until_registered(queue, late)
-        commands.append(typed(refused_as("launch/queue_worker:wait_until_registered: see what", given)))
+        commands.append(typed(refused_as("launch/queue_worker:wait_until_registered: see its runs", given)))
         for command in commands:
             answer = tunedeck(*command)
             assert answer.code == 0 and f"process {first.pid} works" in answer.err and run.name in answer.out
@@ -137,7 +137,7 @@ def test_a_second_worker_ends_and_the_first_is_seen_in_the_list(
         first.wait()
     with pytest.raises(TunedeckError, match="ended with 1"):
         queue_worker.wait_until_registered(queue, late)
-    fix = refused_as("launch/queue_worker:wait_until_registered: see why", given)
+    fix = refused_as("launch/queue_worker:wait_until_registered: see {queue", given)
     assert str(queue.log) in fix and tunedeck(*typed(fix)).code == 0
     assert summarise(run).status == "done"
 
@@ -190,7 +190,7 @@ def test_keys_that_are_put_back_are_resumed_with(tmp_path: Path, given: Given) -
     assert train(place)[0] == 0
     place.run_toml.write_text(dump_run_spec(changed))
     assert train(place, resume=True)[0] == 2
-    refused_as("train/step/context:check: put these keys", given)
+    refused_as("train/run/identity:check: restore these keys", given)
     place.run_toml.write_text(dump_run_spec(sound))
     assert train(place, resume=True)[0] == 0
 
@@ -200,11 +200,11 @@ def test_a_merged_model_goes_where_there_is_room(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert tunedeck("merge", finished.name, "--out", tmp_path / "file" / "merged").code == 6
-    refused_as("extras/handover/merge:merge: make room", given)
+    refused_as("extras/handover/merge:merge: free space", given)
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
         assert tunedeck("merge", finished.name).code == 6
-    refused_as("extras/handover/merge:_require_space: make room", given)
+    refused_as("extras/handover/merge:_require_space: free space", given)
     answer = tunedeck("merge", finished.name, "--out", tmp_path / "merged")
     assert answer.code == 0, answer.err
 

@@ -37,15 +37,15 @@ __all__ = ["finished", "made"]
 
 WALKED = (
     "launch/resume_run:_refuse_lost_checkpoints",
-    "model/reference:find_run_weights", "model/reference:_result", "model/reference:_checkpoint: name a step",
+    "model/reference:find_run_weights", "model/reference:_result", "model/reference:_checkpoint: add a step",
     "model/reference:_checkpoint: correct it", "model/reference:find_starting_weights: set model.init",
     "model/reference:find_starting_weights: remove one", "model/reference:base_of_adapter",
     "model/reference:_adapter_config", "model/reference:_local", "evaluate/run:with_overrides",
-    "extras/handover/merge:merge: name another folder", "extras/handover/merge:merge: leave out --onto",
+    "extras/handover/merge:merge: choose another folder", "extras/handover/merge:merge: leave out --onto",
     "journal/archive:import_run",
     "journal/archive:_refusal", "journal/score_groups:_nothing_to_compare: tunedeck eval {(runs",
     "launch/destinations:webhook_url",
-    "extras/handover/merge:_require_space: make room", "extras/stages/assemble:_checked_config: set finish.merge",
+    "extras/handover/merge:_require_space: free space", "extras/stages/assemble:_checked_config: set finish.merge",
     "extras/stages/assemble:_checked_config: change `from`", "extras/stages/assemble:_layer_means",
     "data/preferences:other_objective: to score it",
     "evaluate/run:_data_to_score_on", "journal/score_groups:_nothing_to_compare: tunedeck eval {runs}",
@@ -78,11 +78,11 @@ def test_weights_are_named_as_the_fixes_say(finished: RunDirectory, given: Given
 
     steps = refused(f"{run}@7", "model/reference:find_run_weights").partition(": ")[2].split(", ")
     assert {find_run_weights(f"{run}@{step}").parent.parent for step in steps} == {finished.checkpoints}
-    refused(f"{run}@best", "model/reference:_checkpoint: name a step")
+    refused(f"{run}@best", "model/reference:_checkpoint: add a step")
     refused(f"{run}@x", "model/reference:_checkpoint: correct it")
     assert find_run_weights(run) == finished.adapter
     shutil.rmtree(finished.adapter)
-    named = refused(run, "model/reference:_result").removeprefix("name one, such as ")
+    named = refused(run, "model/reference:_result").removeprefix("add one, such as ")
     assert find_run_weights(named).is_dir()
 
 
@@ -130,7 +130,7 @@ def test_a_merge_goes_where_there_is_nothing(
 ) -> None:
     (tmp_path / "there").mkdir()
     assert tunedeck("merge", finished.name, "--out", "there").code == 2
-    assert was_given(text_of("extras/handover/merge:merge: name another folder"), given)
+    assert was_given(text_of("extras/handover/merge:merge: choose another folder"), given)
     assert tunedeck("merge", finished.name, "--out", "other", "--onto", "dequantized").code == 2
     assert was_given(text_of("extras/handover/merge:merge: leave out --onto"), given), given
     assert tunedeck("merge", finished.name, "--out", "other").code == 0
@@ -217,7 +217,7 @@ def test_a_merge_goes_to_a_disk_with_room(
 
     monkeypatch.setattr(shutil, "disk_usage", disk)
     assert tunedeck("merge", finished.name, "--out", "full/merged").code == 6
-    assert was_given(text_of("extras/handover/merge:_require_space: make room"), given), given
+    assert was_given(text_of("extras/handover/merge:_require_space: free space"), given), given
     assert tunedeck("merge", finished.name, "--out", "merged").code == 0
 
 

@@ -137,7 +137,7 @@ ROWS = {
         model_of(), PLAN + MODEL + at("data.max_length", "1000") + SCALED,
         PLAN + MODEL + at("data.max_length", "1000") + SCALED + at("model.rope_scaling.factor", "4"), answer="1000",
     ),
-    "architecture/positions:scaled_config: leave model.rope_scaling out": Row(
+    "architecture/positions:scaled_config: leave out model.rope_scaling": Row(
         model_of(rope_scaling={"rope_type": "linear", "factor": 2.0}),
         PLAN + MODEL + SCALED, PLAN + MODEL,
     ),
@@ -154,10 +154,10 @@ ROWS = {
     "architecture/lookup:_read_json: check the folder": Row(
         broken_config, PLAN + MODEL, PLAN + MODEL, sound_config
     ),
-    "config/check/hardware_rules:require_matching_devices: leave --devices out": Row(
+    "config/check/hardware_rules:require_matching_devices: leave out --devices": Row(
         own_files, "train -p mine -r r.toml --devices 0", "train -p mine -r r.toml", answer="done"
     ),
-    "config/check/hardware_rules:require_matching_devices: name as many": Row(
+    "config/check/hardware_rules:require_matching_devices: list {count}": Row(
         own_files, "queue add -p 4xh100 -r r.toml --devices 0,1", "queue add -p 4xh100 -r r.toml --devices 0,1,2,3"
     ),
     "config/check/hardware_rules:require_launcher": Row(
@@ -172,7 +172,7 @@ ROWS = {
         wrong_toml, "plan -p mine -r w.toml", "plan -p mine -r w.toml", right_toml
     ),
     "config/files/document:decode_utf8": Row(latin, "plan -p mine -r w.toml", "plan -p mine -r w.toml", right_toml),
-    "config/files/data_files:_check_suffixes: make one source": Row(
+    "config/files/data_files:_check_suffixes: add one source": Row(
         two_formats, DATA + at("data.sources.main.path", "'t/*'"), DATA + at("data.sources.main.path", "t/a.csv")
     ),
     "config/files/data_files:_check_suffixes: {OTHER": Row(
@@ -181,11 +181,11 @@ ROWS = {
     "data/folders:data_of_folder": Row(
         two_formats, DATA + at("data.sources.main.path", "t"), DATA + at("data.sources.main.path", "'t/**/*.csv'")
     ),
-    "data/recognise:_unclear: say which": Row(
+    "data/recognise:_unclear: set the format": Row(
         rows_of({"prompt": "1", "completion": "2", "text": "3"}), DATA + ROWS_PATH,
         DATA + ROWS_PATH + at("data.sources.main.format", "text"),
     ),
-    "data/dataset_files:_open_local: put at least": Row(rows_of(), DATA + ROWS_PATH, DATA + ROWS_PATH, mend),
+    "data/dataset_files:_open_local: add at least": Row(rows_of(), DATA + ROWS_PATH, DATA + ROWS_PATH, mend),
     "data/dataset_files:_unreadable: check that the file": Row(
         not_parquet, DATA + at("data.sources.main.path", "rows.parquet"), DATA + ROWS_PATH, named_by_its_format
     ),

@@ -23,7 +23,7 @@ from tests.train.run_helpers import make_spec, new_run, train, write_samples
 WALKED = (
     "launch/create_run:queue_sweep",
     "extras/handover/merge:refuse_shared",
-    "train/step/failures:memory_exhausted: close",
+    "train/step/failures:memory_exhausted: end other",
 )
 """The fix texts that the tests below execute."""
 

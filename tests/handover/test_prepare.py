@@ -126,7 +126,7 @@ def test_sglang_takes_end_tokens_from_the_base_so_it_gets_the_merged_model(resul
     assert opened.generation_config.eos_token_id == list(result.ends)
     said: list[str] = []
     prepare(result, Order("vllm", tmp_path, merged=True), said.append, check=False)
-    assert said == [f"{tmp_path / 'merged'} was merged from these weights before"]
+    assert said == [f"{tmp_path / 'merged'} already has the merge of these weights"]
     (tmp_path / "merged" / "handover.json").write_text('{"weights": "others"}')
     with pytest.raises(UsageError, match="other weights"):
         prepare(result, Order("sglang", tmp_path), silent, check=False)
@@ -140,7 +140,7 @@ def test_a_server_that_answers_as_we_do_passes(
     monkeypatch.setenv("PATH", stand_in(tmp_path / "bin", "vllm", "small", texts))
     done = prepare(result, Order("vllm", tmp_path), silent, check=True)
     assert done.failure is None and done.judgement is not None and done.judgement.verdicts == ["same"] * 5
-    assert "our greedy answer on 5 of 5" in done.judgement.told("vLLM")
+    assert "the same greedy answer as Tunedeck on 5 of 5" in done.judgement.told("vLLM")
     assert "'--enable-lora', '--max-lora-rank', '8'" in (tmp_path / "vllm.log").read_text()
 
 
@@ -152,7 +152,7 @@ def test_a_server_that_ignores_the_adapter_is_found_out(
     done = prepare(result, Order("vllm", tmp_path), silent, check=True)
     assert done.failure is not None and "--merged" in done.failure.fix
     assert done.line and done.as_json()["check"]["verdicts"] == ["base"] * 5
-    assert "what the base answers without the adapter" in done.failure.found
+    assert "the answer of the base without the adapter" in done.failure.found
 
 
 def test_a_server_that_does_not_start_and_one_that_is_not_there(
@@ -232,7 +232,7 @@ def test_what_writes_one_result_takes_other_tools_output_as_its_own(option: str)
 @pytest.mark.parametrize(
     ("ends", "how", "fix"),
     [("sys.exit(3)", "failed with exit code 3", "see the log"), ("os.kill(os.getpid(), 4)", "SIGILL", "processor"),
-     ("sys.exit(128 + 9)", "was ended by SIGKILL", "see the log")],
+     ("sys.exit(128 + 9)", "was terminated by SIGKILL", "see the log")],
 )  # fmt: skip
 def test_a_server_that_ends_is_told_with_how_it_ended(ends: str, how: str, fix: str, tmp_path: Path) -> None:
     words = [sys.executable, "-c", f"import os, sys; {ends}"]

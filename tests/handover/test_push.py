@@ -120,7 +120,7 @@ def test_an_adapter_arrives_private_and_opens_with_peft(
     sent = hub.repositories["me/capitals"]
     assert sent.private and set(sent.files) == {*ADAPTER, "README.md"} == set(told["files"])
     assert told["files"]["tokenizer.json"] == len(sent.files["tokenizer.json"])
-    assert any("folder of this machine" in note for note in told["notes"])
+    assert any("folder on this machine" in note for note in told["notes"])
     no_secret_in(sent, finished)
     arrived = sent.write(tmp_path / "arrived")
     ids = torch.tensor([[5, 6, 7]])
@@ -133,7 +133,7 @@ def test_an_adapter_arrives_private_and_opens_with_peft(
     assert not torch.equal(ours, AutoModelForCausalLM.from_pretrained(base)(input_ids=ids).logits)
     assert AutoTokenizer.from_pretrained(arrived).chat_template == CHAT
     code = re.findall(r"```python\n(.*?)```", (arrived / "README.md").read_text(), re.DOTALL)[0]
-    exec(code.replace("me/capitals", str(arrived)).replace("PATH OF THE BASE", base), {})  # the card's own words
+    exec(code.replace("me/capitals", str(arrived)).replace("PATH OF THE BASE MODEL", base), {})  # the card's own words
     assert GenerationConfig.from_pretrained(arrived).eos_token_id is not None
 
 
@@ -172,7 +172,7 @@ def test_a_run_that_is_done_pushes_by_itself_where_its_user_said_so(
     monkeypatch.delenv("HF_TOKEN")
     finish_run(finished.path)
     last = list(EventTail(finished.events).poll())[-1]
-    assert last["kind"] == "warning" and last["code"] == "push" and "no token" in last["text"]
+    assert last["kind"] == "warning" and last["code"] == "push" and "no hub token" in last["text"]
     assert last["fix"] == f"tunedeck push {finished.path} me/it --merged --yes"
 
 
@@ -201,9 +201,9 @@ def test_a_card_that_was_edited_on_the_hub_stays(hub: Hub, finished: RunDirector
     assert tunedeck("push", "last", "it", "--yes").code == 0
     sent = hub.repositories["me/it"]
     again = tunedeck("push", "last", "it", "--yes")
-    assert "has all of it already" in again.out and len(sent.commits) == 2 and "edited" not in again.out
+    assert "is already up to date" in again.out and len(sent.commits) == 2 and "edited" not in again.out
     sent.files["README.md"] += b"Words of the owner.\n"
-    assert "README.md in the repository was edited" in tunedeck("push", "last", "it", "--yes", "--checkpoint", "2").out
+    assert "README.md was edited in the repository" in tunedeck("push", "last", "it", "--yes", "--checkpoint", "2").out
     assert sent.files["README.md"].endswith(b"Words of the owner.\n")
     weights = finished.checkpoint(2) / "weights" / "adapter_model.safetensors"
     assert sent.files["adapter_model.safetensors"] == weights.read_bytes()
@@ -246,21 +246,25 @@ def test_a_refused_upload_says_what_to_do(hub: Hub, finished: RunDirectory, tune
     hub.before_upload = lambda content: 403
     refused = tunedeck("push", "last", "it", "--yes")
     assert refused.code == 6 and "adapter_model.safetensors (" in refused.out
-    assert_block(refused.err, "may not write to me/it", "fix: log in: hf auth login")
+    assert_block(
+        refused.err, "no write access to me/it", "fix: log in with a token that has write access: hf auth login"
+    )
     assert hub.repositories["me/it"].files == {}
 
 
 def test_without_token_network_or_name_it_says_what_to_do(
     hub: Hub, finished: RunDirectory, tunedeck: Tunedeck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tunedeck("push", "last", "a/b/c", "--yes").complains(2, "'a/b/c' is no name of a repository")
+    tunedeck("push", "last", "a/b/c", "--yes").complains(2, "'a/b/c' is not a valid repository name")
     monkeypatch.setenv("HF_TOKEN", "hf_another")
-    tunedeck("push", "last", "it", "--yes").complains(6, "does not accept the token", "fix: log in: hf auth login")
+    tunedeck("push", "last", "it", "--yes").complains(
+        6, "does not accept the token", "fix: log in with a token that has write access: hf auth login"
+    )
     monkeypatch.delenv("HF_TOKEN")
-    tunedeck("push", "last", "it", "--yes").complains(6, "no token for the hub", "or set HF_TOKEN")
+    tunedeck("push", "last", "it", "--yes").complains(6, "no hub token", "or set HF_TOKEN")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    tunedeck("push", "last", "it", "--yes").complains(6, "the hub does not answer", "try the same command again")
+    tunedeck("push", "last", "it", "--yes").complains(6, "the hub does not respond", "repeat the command")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     tunedeck("push", "last", "it", "--yes").complains(6, "HF_HUB_OFFLINE is set", "fix: unset HF_HUB_OFFLINE")
 
@@ -272,7 +276,7 @@ def test_it_asks_and_public_is_said_aloud(
         def isatty(self) -> bool:
             return True
 
-    tunedeck("push", "last", "it").complains(2, "nobody can answer", "fix: tunedeck push last it --yes")
+    tunedeck("push", "last", "it").complains(2, "there is no terminal", "fix: tunedeck push last it --yes")
     monkeypatch.setattr(sys, "stdin", Terminal("\n"))
     asked = tunedeck("push", "last", "it")
     assert asked.code == 130 and "send it to me/it? [y/N]" in asked.err and "adapter_model.safetensors (" in asked.out
@@ -305,7 +309,7 @@ def test_it_asks_and_public_is_said_aloud(
 )
 def test_a_file_with_what_others_must_not_see_is_not_sent(tmp_path: Path, name: str, text: str, told: str) -> None:
     content = text % tmp_path if name == "tokenizer.json" else text
-    with pytest.raises(UsageError, match="not sent") as refused:
+    with pytest.raises(UsageError, match="nothing was sent") as refused:
         require_clean([Item(name, content.encode())], [tmp_path])
     assert f"{name}: {told}" in refused.value.found
 
@@ -348,11 +352,11 @@ def test_a_link_that_leaves_the_run_is_rejected_by_name(
     for folder in (finished.adapter, finished.checkpoint(4) / "weights"):
         (folder / "vocab.model").symlink_to(key)
     refused = tunedeck(command, "last", *READERS[command])
-    refused.complains(2, "vocab.model is a link that leaves the run's folder")
+    refused.complains(2, "vocab.model links to a path outside the run's folder")
     for folder in (finished.adapter, finished.checkpoint(4) / "weights"):
         (folder / "vocab.model").unlink()
         os.mkfifo(folder / "vocab.model")
-    tunedeck(command, "last", *READERS[command]).complains(2, "vocab.model is not a file")
+    tunedeck(command, "last", *READERS[command]).complains(2, "vocab.model is not a regular file")
     assert hub.repositories == {}
 
 
@@ -378,7 +382,7 @@ def test_a_hub_that_hangs_ends_the_push(
     try:
         ended = tunedeck("push", "last", "it", "--yes")
         assert ended.code == 6
-        assert_block(ended.err, "the hub does not answer: nothing came for 0.3 s", "try the same command again")
+        assert_block(ended.err, "the hub did not respond within 0.3 s", "repeat the command")
         assert all(repository.files == {} for repository in hub.repositories.values())
     finally:
         release.set()
@@ -393,7 +397,7 @@ def test_a_push_ends_after_its_limit_in_any_case(
     try:
         ended = tunedeck("push", "last", "it", "--yes")
         assert ended.code == 6
-        assert_block(ended.err, "the hub has not taken everything within", "try the same command again")
+        assert_block(ended.err, "the upload did not finish within", "repeat the command")
     finally:
         release.set()
 

@@ -36,7 +36,7 @@ EXPERTS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
 
 REASONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "dora": ("qwen2", {"dora": True}, "DoRA"),
-    "a large rank": ("qwen2", {"rank": 600, "targets": ["q_proj"]}, "rank 600: vLLM takes at most 512"),
+    "a large rank": ("qwen2", {"rank": 600, "targets": ["q_proj"]}, "rank 600: vLLM supports at most 512"),
     "the head": ("qwen2", {"also_train": ["lm_head.weight"]}, "trained in full: lm_head"),
     "a norm": ("qwen2", {"also_train": ["model.norm.weight"]}, "trained in full: model.norm"),
     "embeddings": ("qwen2", {"also_train": ["model.embed_tokens.weight"]}, "trained in full: model.embed_tokens"),
@@ -81,7 +81,7 @@ def test_a_run_on_an_encoder_of_images_is_merged_and_says_why(tmp_path: Path) ->
     method = {"kind": "lora", "rank": 2, "targets": targets}
     result = result_of_run(image_spec(tmp_path, method=method, train={"max_steps": 1, "batch_size": 2}), tmp_path)
     (told,) = result.merged_only
-    assert "outside the layers of the language model" in told and "visual" in told
+    assert "outside the language model's layers" in told and "visual" in told
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mixtral"])
@@ -107,7 +107,7 @@ def test_the_plan_says_before_training_what_is_served_merged_only() -> None:
 def test_scaled_positions_are_served_merged(tmp_path: Path) -> None:
     scaled = {"rope_scaling": {"type": "linear", "factor": 2.0}}
     (told,) = one_step_from(write_model(tmp_path / "llama", "llama"), tmp_path, {}, **scaled).merged_only
-    assert "scaled positions" in told
+    assert "RoPE scaling" in told
 
 
 def test_layers_with_ranks_of_their_own_and_large_ranks_are_served_merged(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_layers_with_ranks_of_their_own_and_large_ranks_are_served_merged(tmp_pa
     names = tensor_names(tmp_path / "adapter" / ADAPTER_WEIGHTS)
     told = reasons_to_merge(written, names)
     assert any("rank_pattern" in each for each in told) and any("biases" in each for each in told)
-    assert any("outside the layers of the language model: lm_head" in each for each in told)
+    assert any("outside the language model's layers: lm_head" in each for each in told)
     assert "on a router" in " ".join(reasons_to_merge(written, ["base_model.model.layers.0.mlp.gate.lora_A.weight"]))
     assert "at most 512" in " ".join(reasons_to_merge({**written, "r": 600}, names))
 

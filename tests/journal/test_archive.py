@@ -58,7 +58,7 @@ def test_a_run_comes_out_as_it_was(run: RunDirectory, tmp_path: Path) -> None:
     export_run(run, tmp_path / "two.tunedeck", weights=True)
     again = import_run(tmp_path / "two.tunedeck", tmp_path / "elsewhere")
     assert again.name == f"{run.name}-2" and (again.adapter / "adapter_model.safetensors").read_bytes() == b"weights"
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         export_run(run, tmp_path / "two.tunedeck", weights=True)
 
 
@@ -100,7 +100,7 @@ def test_a_file_that_no_run_has_is_refused_and_nothing_is_written(run: RunDirect
         member = zipfile.ZipInfo(name)
         member.external_attr = mode << 16
         opened.writestr(member, "/etc/passwd")
-    with pytest.raises(UsageError, match="no exported run"):
+    with pytest.raises(UsageError, match="not an exported run"):
         import_run(source, target)
     assert not target.exists() or not list(target.iterdir())
 
@@ -147,7 +147,7 @@ def test_a_run_name_that_a_command_would_not_take_is_rejected(run: RunDirectory,
     source = tmp_path / "named"
     with zipfile.ZipFile(source, "w") as opened:
         opened.write(run.run_toml, f"{name}/run.toml")
-    with pytest.raises(UsageError, match="no exported run"):
+    with pytest.raises(UsageError, match="not an exported run"):
         import_run(source, tmp_path / "elsewhere")
     assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -185,7 +185,7 @@ def damaged_archives(run: RunDirectory, folder: Path) -> dict[str, bytes]:
 def test_a_damaged_archive_is_rejected_as_one(run: RunDirectory, tmp_path: Path) -> None:
     for title, data in damaged_archives(run, tmp_path).items():
         (tmp_path / "damaged").write_bytes(data)
-        with pytest.raises(UsageError, match="no exported run") as caught:
+        with pytest.raises(UsageError, match="not an exported run") as caught:
             import_run(tmp_path / "damaged", tmp_path / "elsewhere")
         assert caught.value.exit_code == 2, title
         assert not list((tmp_path / "elsewhere").iterdir()), title
@@ -241,5 +241,5 @@ def test_links_inside_a_run_are_exported_as_files_and_others_named_or_rejected(
     made = import_run(tmp_path / "one.tunedeck", tmp_path / "elsewhere")
     assert (made.adapter / "linked.json").read_text() == (made.kept_scores / "inside").read_text() == "{}\n"
     (run.adapter / "tokenizer.model").symlink_to("/etc/passwd")
-    with pytest.raises(UsageError, match=r"adapter/tokenizer\.model is a link that leaves the run's folder"):
+    with pytest.raises(UsageError, match=r"adapter/tokenizer\.model links to a path outside the run's folder"):
         export_run(run, tmp_path / "two.tunedeck", weights=True)

@@ -34,7 +34,7 @@ def test_settings_come_first_then_scores_then_the_figures_of_training() -> None:
         ("evaluation loss", ["0.3", "0.5"]),
         ("training", []),
         ("training loss", ["0.2", "-"]),
-        ("time in all starts", ["1:01:40", "1:05"]),
+        ("total time of all starts", ["1:01:40", "1:05"]),
         ("peak memory", ["6 MiB", "20.0 GiB"]),
         ("steps", ["10", "10"]),
     ]
@@ -48,7 +48,7 @@ def test_a_metric_of_each_checkpoint_follows_its_samples() -> None:
 
 def test_words_and_values() -> None:
     assert [score_label(key) for key in ("backoffs", "best_exact_match", "mean_iou")] == [
-        "out of memory, times", "best exact match", "mean iou",
+        "out-of-memory events", "best exact match", "mean iou",
     ]  # fmt: skip
     assert (format_cell("mean_iou", 0.5), format_cell("loss", None)) == ("0.5", "-")
     assert (format_cell("tokens_per_second", 5073.4), format_cell("tokens_per_second", 17.25)) == ("5,073", "17.25")

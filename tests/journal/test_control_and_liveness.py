@@ -42,7 +42,7 @@ def test_a_request_is_handed_out_once_in_the_order_of_asking(run: RunDirectory) 
 
 
 def test_an_unknown_request_is_refused_and_a_foreign_file_is_not_obeyed(run: RunDirectory) -> None:
-    with pytest.raises(ValueError, match="no such request"):
+    with pytest.raises(ValueError, match="unknown request"):
         control.send_request(run, "explode")
     (run.control / "00000000000000000001-stop.json").write_text('{"request": "explode"}')
     (run.control / "00000000000000000002-stop.json").write_text("not json")

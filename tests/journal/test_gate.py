@@ -69,14 +69,14 @@ def test_scores_that_are_not_there_or_of_other_samples_are_told_apart(tmp_path: 
     a, b = finished(tmp_path, "a", 0.5), finished(tmp_path, "b", 0.4)
     asked = [parse_condition("exact_match < -1%")]
     scored(a, 10, [1.0] * 40, metric="exact_match")
-    with pytest.raises(UsageError, match=f"exact_match of {b.name} is not known") as error:
+    with pytest.raises(UsageError, match=f"no exact_match for {b.name}") as error:
         failures([a, b], asked, a.name)
     assert error.value.fix == f"""tunedeck eval {b.name} --set 'evaluate.metrics=["exact_match"]'""" + HELD_OUT
     scored(b, 10, [1.0] * 30, metric="exact_match")
-    with pytest.raises(UsageError, match="validation data differ") as error:
+    with pytest.raises(UsageError, match="validation data differs") as error:
         failures([a, b], asked, a.name)
     assert "--set 'data.validation=" in str(error.value.fix)
-    with pytest.raises(UsageError, match="exact_match of the base is not known") as error:
+    with pytest.raises(UsageError, match="no exact_match for the base") as error:
         failures([a, b], asked, "base")
     assert (
         error.value.fix

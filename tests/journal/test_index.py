@@ -97,7 +97,7 @@ def test_a_short_name_does_not_reach_into_another_folder_and_names_what_is_there
     for run in (RunDirectory(folder / "20261120T100000Z-exp"), make(folder, "renamed", "old")):
         record_start(run)
     (tmp_path / "nowhere").mkdir()
-    with pytest.raises(UsageError, match="not taken from another folder") as caught:
+    with pytest.raises(UsageError, match="does not search other folders") as caught:
         resolve_run(text, tmp_path / "nowhere")
     assert str(folder / ("renamed" if text in ("renamed", "last") else "20261120T100000Z-exp")) in caught.value.found
 

@@ -52,14 +52,14 @@ def test_a_renamed_run_keeps_its_time_and_is_found_by_its_new_name(tmp_path: Pat
     assert not run.path.exists() and len(list_runs(tmp_path)) == 1
     assert "not a valid name" in str(getattr(command(tmp_path, "rename", "better", "a b").exception, "found", ""))
     RunDirectory(tmp_path / f"{stamp}-taken").path.mkdir()
-    assert "exists already" in str(getattr(command(tmp_path, "rename", "better", "taken").exception, "found", ""))
+    assert "already exists" in str(getattr(command(tmp_path, "rename", "better", "taken").exception, "found", ""))
 
 
 def test_a_run_that_others_start_from_is_not_renamed(tmp_path: Path) -> None:
     run = make_run(tmp_path, "base")
     make_run(tmp_path, "next", model=f"run:{run.path}")
     refused = command(tmp_path, "rename", "base", "other").exception
-    assert "is named by" in str(getattr(refused, "found", "")) and run.path.is_dir()
+    assert "is used by" in str(getattr(refused, "found", "")) and run.path.is_dir()
 
 
 def test_show_prints_answers_and_the_time_of_all_starts(tmp_path: Path) -> None:

@@ -81,10 +81,10 @@ def test_a_run_that_cannot_be_started_is_marked_failed_and_the_next_one_is_tried
         assert f"could not be started: {queue.run(name).log} cannot be written: Is a directory" in str(
             summary.last_error
         )
-    assert "no run waits" in capsys.readouterr().out
+    assert "no run is waiting" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("number", "fix"), [(errno.ENOSPC, "make room"), (errno.EACCES, "give yourself permission")])
+@pytest.mark.parametrize(("number", "fix"), [(errno.ENOSPC, "free space"), (errno.EACCES, "change its permissions")])
 def test_a_start_that_the_disk_refuses_names_the_fix(
     three: tuple[Queue, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_run_in_the_making_is_removed_once_its_process_must_be_gone(tmp_path: 
 
 def test_what_does_not_wait_cannot_be_moved(three: tuple[Queue, list[str]]) -> None:
     queue, names = three
-    with pytest.raises(UsageError, match="does not wait"):
+    with pytest.raises(UsageError, match="is not waiting"):
         queue.move("nobody", 1)
     assert queue.read().waiting == names
 
@@ -141,7 +141,7 @@ def test_a_run_that_was_started_by_hand_no_longer_waits(three: tuple[Queue, list
     with EventWriter(RunDirectory(tmp_path / b)) as writer:
         writer.write("run_started", run=b, pid=1, world_size=1, versions={})
     assert queue.read().waiting == [a, c]
-    with pytest.raises(UsageError, match="started already"):
+    with pytest.raises(UsageError, match="already been started"):
         queue.add(RunDirectory(tmp_path / b))
 
 
@@ -187,7 +187,7 @@ def test_a_second_worker_is_refused_and_a_dead_one_replaced(three: tuple[Queue, 
     parent = identify(os.getppid())
     assert parent is not None
     queue.take_next(parent)
-    with pytest.raises(EnvironmentProblem, match="already works"):
+    with pytest.raises(EnvironmentProblem, match="is already running"):
         queue.take_next(myself())
     queue.clear_worker()
     queue.take_next(ProcessIdentity(2**22 + 1, "long ago", parent.host))
@@ -223,7 +223,7 @@ def test_a_worker_that_finds_another_one_ends_and_its_starter_says_so(three: tup
     assert parent is not None
     queue.register_worker(parent)
     late = subprocess.Popen([sys.executable, "-P", str(ENTRY_FILE), "_queue_worker", str(queue.runs_dir)])
-    with pytest.raises(EnvironmentProblem, match=f"process {parent.pid} .*already works") as caught:
+    with pytest.raises(EnvironmentProblem, match=f"already running: process {parent.pid}") as caught:
         queue_worker.wait_until_registered(queue, late)
     assert caught.value.exit_code == 6 and queue.read().waiting == names
 
@@ -274,7 +274,7 @@ def test_a_run_whose_engine_is_gone_without_a_word_is_no_running_one(three: tupl
         assert queue.take_next(myself()) is None
         started, (text, code) = queue_worker.follow_queue(queue, worker.pid, names)
     assert started[0].startswith(f"{names[0]} starts") and code == 1
-    assert text.startswith(f"{names[0]}: its engine is gone") and f"tunedeck log {names[0]}" in text
+    assert text.startswith(f"{names[0]}: its engine ended") and f"tunedeck log {names[0]}" in text
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])

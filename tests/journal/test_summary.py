@@ -136,16 +136,16 @@ def test_a_suspended_engine_is_running_and_said_to_be_stopped(run: RunDirectory,
     child = spawn(run, "ignore")
     until(lambda: summarise(run).step > 0)
     child.send_signal(signal.SIGSTOP)
-    until(lambda: summarise(run).phase == "stopped by a signal")
+    until(lambda: summarise(run).phase == "suspended by a signal")
     age(run, 10_000)
     summary = summarise(run)
     assert (summary.status, dict(result_rows(summary))["status"]) == (
-        "running", "running (simulated device): stopped by a signal"
+        "running", "running (simulated device): suspended by a signal"
     )  # fmt: skip
     done = CliRunner().invoke(app, ["pause", str(run.path)])
     assert done.exit_code == 0 and f"kill -CONT {child.pid}" in done.stderr
     child.send_signal(signal.SIGCONT)
-    until(lambda: summarise(run).phase != "stopped by a signal")
+    until(lambda: summarise(run).phase != "suspended by a signal")
 
 
 def test_an_engine_on_another_machine_is_judged_by_its_heart_alone(run: RunDirectory) -> None:

@@ -64,7 +64,7 @@ def ended(run: RunDirectory) -> RunDirectory:
         (["-p", "demo"], "missing: -r RECIPE"),
         (["-p", "demo", "-r", "demo", "--devices", "0,x"], "--devices '0,x'"),
         (["-p", "demo", "-r", "demo", "--devices", "1,1"], "--devices '1,1'"),
-        (["-p", "demo", "-r", "demo", "--devices", "0,1"], "names GPUs"),
+        (["-p", "demo", "-r", "demo", "--devices", "0,1"], "selects GPUs"),
         (["-p", "demo", "-r", "demo", "--name", "../up"], "up"),
         (["-p", "demo", "-r", "demo", "--run-spec", "x"], "--run-spec and -r"),
     ],
@@ -127,14 +127,14 @@ def test_a_run_directory_from_elsewhere_brings_no_command_to_run(ended: RunDirec
     ended.run_toml.write_text(SPEC + LIMITS)
     kept, notices = limits_after(ended, max_hours=5.0)
     assert (kept.max_hours, kept.on_finish) == (5.0, None)
-    assert any("you did not give this run its limits" in notice for notice in notices)
+    assert any("limits and commands were not set by you" in notice for notice in notices)
 
 
 def test_devices_that_the_new_profile_does_not_have_are_left_out_and_said(ended: RunDirectory) -> None:
     rewrite_spec(ended, SPEC + "\n[limits]\ndevices = [3]\n")
     kept, notices = limits_after(ended)
     assert kept.devices == []
-    assert any("devices of the last start are left out" in notice for notice in notices)
+    assert any("devices of the last start are not used" in notice for notice in notices)
 
 
 def test_a_run_that_an_engine_works_on_is_not_resumed(ended: RunDirectory) -> None:

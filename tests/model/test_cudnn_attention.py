@@ -178,7 +178,7 @@ def test_a_wrong_kernel_is_not_used(setup: TrainingSetup, tmp_path: Path, monkey
     found = proved(setup, tmp_path, proofs=[cudnn.CUDNN])["cudnn"]
     assert found.passed is False and "output at " in found.detail
     assert setup.context.cudnn is not None and not setup.context.cudnn.in_use
-    assert found.fallback == "torch's flash kernel computes attention"
+    assert found.fallback == "attention uses torch's flash kernel"
 
 
 SUITED = {"attention": "sdpa", "layers": 4, "attends_to_padding": False}

@@ -105,7 +105,7 @@ def test_families_with_another_rule_are_refused_a_weight_and_not_watched(
     spec = run_spec(str(write_model(tmp_path / "model", "mixtral")), moe={"freeze_router": False})
     loaded = load(spec)
     assert expert_balance(spec.recipe, loaded) is None
-    assert any("is not watched" in notice for notice in loaded.notices)
+    assert any("is not measured" in notice for notice in loaded.notices)
     weighted = spec.recipe.model_copy(update={"moe": spec.recipe.moe.model_copy(update={"aux_loss_weight": 0.1})})
     with pytest.raises(UsageError, match="aux_loss_weight"):
         expert_balance(weighted, loaded)

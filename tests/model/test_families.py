@@ -241,14 +241,14 @@ def trusting(spec: RunSpec) -> RunSpec:
 
 def test_code_that_comes_with_a_model_runs_when_the_command_allows_it(tmp_path: Path) -> None:
     spec = own_code(tmp_path / "works", WORKS)
-    with pytest.raises(UsageError, match="not run unasked") as refused:
+    with pytest.raises(UsageError, match="does not run by default") as refused:
         create_run(spec, tmp_path / "runs")
     assert "--trust-remote-code" in refused.value.fix and not (tmp_path / "runs").exists()
     assert load(trusting(spec)).coverage.adapted
 
 
 def test_code_that_comes_with_a_model_and_fails_is_named_as_the_cause(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"code that comes with .* fails with transformers .* AttributeError"):
+    with pytest.raises(UsageError, match=r"code of .* fails with transformers .* AttributeError"):
         load(trusting(own_code(tmp_path / "fails", FAILS)))
 
 
@@ -267,7 +267,7 @@ def test_a_type_that_is_opened_with_zeros_for_its_padding_is_not_trained_in_full
     found = opened(model).state_dict()[name]
     assert not found[IDS["pad_token_id"]].any() and found[0].all()
     facts = {"model_type": "youtu", "pad_token_id": 258}
-    with pytest.raises(UsageError, match="opens with zeros for the padding token"):
+    with pytest.raises(UsageError, match="always loads zeros for the padding token"):
         refuse_family(facts, run_spec("owner/name", method={"kind": "full"}).recipe)
     refuse_family(facts, run_spec("owner/name").recipe)
     refuse_family({"model_type": "youtu"}, run_spec("owner/name", method={"kind": "full"}).recipe)

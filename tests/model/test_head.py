@@ -76,7 +76,7 @@ def test_the_model_is_left_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [
-        ("chameleon", "changes its logits behind the head"),
+        ("chameleon", "changes its logits after the head"),
         ("modernbert-decoder", "computes its logits from other states than those of its decoder"),
     ],
 )

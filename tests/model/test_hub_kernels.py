@@ -21,10 +21,10 @@ def test_a_config_that_names_a_kernel_is_not_opened(key: str) -> None:
     for config in (
         llama(key, "owner/kernel"), llama(key, "paged|owner/kernel@v1:forward"),
     ):  # fmt: skip
-        with pytest.raises(UsageError, match="is code of the hub"):
+        with pytest.raises(UsageError, match="is code from the hub"):
             auto_class(config)
     outer = PreTrainedConfig()
     vars(outer)["text_config"] = llama(key, "owner/kernel")
-    with pytest.raises(UsageError, match="is code of the hub"):
+    with pytest.raises(UsageError, match="is code from the hub"):
         auto_class(outer)
     assert auto_class(llama(key, "sdpa")).__name__ == "AutoModelForCausalLM"

@@ -52,7 +52,7 @@ def test_a_plain_linear_head_on_a_card_gets_it(asked: Any, given: OutputHead) ->
 def test_a_head_with_an_adapter_does_not() -> None:
     wrapped = OutputHead(torch.nn.Sequential(torch.nn.Linear(16, 40)), 1.0, None)
     assert choose_implementation("auto", wrapped, 0.0, card()) == "chunked"
-    with pytest.raises(UsageError, match="carries an adapter"):
+    with pytest.raises(UsageError, match="has an adapter"):
         choose_implementation("fused", wrapped, 0.0, card())
 
 

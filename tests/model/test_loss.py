@@ -205,7 +205,7 @@ def test_a_family_that_cannot_be_asked_and_has_other_logits_is_refused(tmp_path:
 
     loaded.base.config.output_hidden_states = True
     loaded.base.forward = forward
-    with pytest.raises(UsageError, match="not those of its decoder and head"):
+    with pytest.raises(UsageError, match="not the output of its decoder and head"):
         make_loss(loaded, implementation="auto", label_smoothing=0.0, chunk_tokens=None, device=cpu())
 
 

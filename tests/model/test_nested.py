@@ -146,14 +146,14 @@ def test_the_loss_is_computed_from_the_logits_of_the_whole_class(bases: dict[str
 
 def test_a_class_that_needs_images_is_refused_by_a_row_of_text(tmp_path: Path) -> None:
     loaded = load(run_spec(str(write_nested(tmp_path, "idefics", **NEEDS_IMAGES))))
-    with pytest.raises(UsageError, match="IdeficsForVisionText2Text computes nothing from text alone"):
+    with pytest.raises(UsageError, match="IdeficsForVisionText2Text cannot run on text alone"):
         verify_logits(loaded, find_head(loaded.base), loaded.device)
 
 
 def test_a_head_that_changes_logits_in_an_unknown_way_is_refused(bases: dict[str, Path]) -> None:
     loaded = load(run_spec(str(bases["mistral3"])))
     loaded.base.register_forward_hook(lambda module, given, made: made.__setitem__("logits", made.logits.tanh()))
-    with pytest.raises(UsageError, match="the logits of mistral3 are not those of its decoder and head"):
+    with pytest.raises(UsageError, match="the logits of mistral3 are not the output of its decoder and head"):
         verify_logits(loaded, find_head(loaded.base), loaded.device)
 
 
@@ -185,8 +185,8 @@ def test_a_config_without_a_class_keeps_the_vision_encoder(bases: dict[str, Path
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
-        ("blip", "takes no text alone: it needs pixel_values in every sample"),
-        ("idefics", "takes no text alone: it needs an image in every sample"),
+        ("blip", "cannot be trained on text alone: it needs pixel_values in every sample"),
+        ("idefics", "cannot be trained on text alone: it needs an image in every sample"),
         ("florence2", "is an encoder-decoder"),
         ("clip", "is not a causal language model"),
     ],
@@ -228,11 +228,11 @@ def test_the_files_of_a_class_that_takes_text_tell_nothing_against_it(bases: dic
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"model_type": "chameleon"}, "changes the logits of some tokens behind its head"),
+        ({"model_type": "chameleon"}, "changes the logits of some tokens after its head"),
         ({"model_type": "modernbert-decoder"}, "computes its logits with a second layer before its head"),
-        ({"model_type": "cpmant"}, "lets tokens see those behind them"),
+        ({"model_type": "cpmant"}, "lets tokens attend to later ones"),
         ({"model_type": "gemma4_assistant"}, "drafts tokens from the states of another model"),
-        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "gives no text"),
+        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "does not produce text"),
     ],
 )
 def test_what_gives_no_text_of_one_head_is_refused_by_its_files(facts: dict[str, Any], said: str) -> None:

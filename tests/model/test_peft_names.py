@@ -29,7 +29,7 @@ def shown(model_type: str) -> PreTrainedModel:
 def test_a_nested_mixture_has_no_adapters_on_what_peft_takes_for_its_experts() -> None:
     model = shown("glm4v_moe")
     reasons = layers_without_adapter(model, linear_layers(model))
-    assert "peft takes that name for the fused experts'" in reasons["model.language_model.layers.0.mlp.gate_proj"]
+    assert "peft applies that name to the fused experts" in reasons["model.language_model.layers.0.mlp.gate_proj"]
     assert not any("self_attn" in name for name in reasons)
 
 
@@ -38,7 +38,7 @@ def test_layers_that_peft_renames_when_it_opens_an_adapter_have_none(tmp_path: P
     base = write_tiny(tiny_config("laguna"), tmp_path / "base")
     loaded = load(run_spec(str(base)))
     assert "shared_experts" not in str(loaded.coverage.adapted) and "shared_experts" in str(loaded.coverage.left_out)
-    assert any("peft renames it when it opens the adapter of a laguna" in each for each in loaded.notices)
+    assert any("peft renames and loses it when it loads the adapter of a laguna" in each for each in loaded.notices)
     disturb(loaded)
     loaded.save(tmp_path / "adapter")
     name_base(tmp_path / "adapter", base)
@@ -48,7 +48,9 @@ def test_layers_that_peft_renames_when_it_opens_an_adapter_have_none(tmp_path: P
 
 def test_a_model_of_which_peft_finds_nothing_again_is_refused() -> None:
     model = shown("deepseek_ocr2")
-    with pytest.raises(UsageError, match="no layer of text can have an adapter: peft renames it") as refused:
+    with pytest.raises(
+        UsageError, match="no layer of the language model can have an adapter: peft renames and loses it"
+    ) as refused:
         add_adapters(model, run_spec("owner/name").recipe.method)
     assert 'method.kind = "full"' in str(refused.value.fix)
 

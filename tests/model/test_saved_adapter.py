@@ -60,9 +60,9 @@ def narrower(state: State) -> State:
     ("change", "said"),
     [
         (renamed, 'names begin with "base_model.model.model.language_model" in the files'),
-        (without_layer, "2 of the adapter's 8 weights are in no file"),
-        (with_more, "1 of 9 tensors fit no layer"),
-        (narrower, "other shapes"),
+        (without_layer, "2 of the adapter's 8 weights are missing from the files"),
+        (with_more, "1 of 9 tensors do not match a layer"),
+        (narrower, "do not have the shapes"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_an_error_however_it_is_opened(
@@ -229,7 +229,7 @@ def test_modules_are_added_to_those_that_an_adapter_trains(tmp_path: Path, llama
     more.save(tmp_path / "result")
     again = opened_by_peft(llama, tmp_path / "result")
     assert torch.equal(logits_of(again, batch), logits_of(more.model, batch))
-    with pytest.raises(UsageError, match=r"q_proj, which has matrices"):
+    with pytest.raises(UsageError, match=r"q_proj, which already has matrices"):
         load(run_spec(str(llama), adapter=str(folder), method={"also_train": ["model.layers.0.self_attn.q_proj"]}))
 
 

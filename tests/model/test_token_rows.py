@@ -198,7 +198,7 @@ def test_a_named_template_without_its_tokens_says_how_they_are_added() -> None:
     ("method", "said"),
     [
         ({"kind": "full", "train_only": ["**.mlp"]}, "embed_tokens is frozen"),
-        ({"rank": 4, "also_train": ["lm_head"]}, "one side of the added tokens"),
+        ({"rank": 4, "also_train": ["lm_head"]}, "only part of the added tokens"),
     ],
 )
 def test_rows_that_would_not_be_trained_are_refused(method: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_layer_that_is_not_told_where_documents_begin_refuses(kernel: Kernel) 
     query_BHSD = torch.zeros(1, 2, 8, 8)
     module = torch.nn.Identity()
     apart = separate_documents(module, None, apart=True, handed_over=True)
-    with apart, pytest.raises(UsageError, match="not told where packed"):
+    with apart, pytest.raises(UsageError, match="does not receive the starts of packed"):
         varlen_attention(module, query_BHSD, query_BHSD, query_BHSD, None)
 
 

@@ -79,7 +79,7 @@ def test_a_stage_goes_on_from_the_weights_of_the_one_it_starts_from(undisturbed:
 def test_a_stage_is_addressed_by_run_and_name(undisturbed: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = undisturbed.path.parent
     assert resolve_run("last/two", folder).path == stage_directories(undisturbed)[1].path
-    with pytest.raises(UsageError, match="no stage 'three' that has begun") as caught:
+    with pytest.raises(UsageError, match="has not started a stage 'three'") as caught:
         resolve_run(f"{undisturbed.name}/three", folder)
     assert caught.value.expected == "one of: one, two"
 
@@ -153,7 +153,7 @@ def test_a_change_may_not_reach_into_a_stage_that_is_done(undisturbed: RunDirect
 def test_a_refused_resume_from_a_stage_moves_nothing(undisturbed: RunDirectory) -> None:
     before = sorted(path.name for path in undisturbed.stages.iterdir()), undisturbed.run_toml.read_text()
     for overrides, reason in (
-        (["stages.two.train.batch_size=2"], "keeps its model, data, seed and batch"),
+        (["stages.two.train.batch_size=2"], "model, data, seed and batch cannot change"),
         (["stages.one.train.max_steps=8"], "stage one is done"),
         (["stages.two.enabled=false"], "stage two is disabled"),
     ):
@@ -173,7 +173,7 @@ def test_checkpoints_of_a_run_that_is_done_are_removed_and_the_result_stands_for
         weights_to_score(one, "2")
     with pytest.raises(UsageError, match=removed) as caught:
         find_run_weights(f"run:{one.path}@2")
-    assert caught.value.fix == ("leave the step out; to keep them the next time: --set stages.one.checkpoint.keep=2")
+    assert caught.value.fix == ("leave out the step; to keep checkpoints next time: --set stages.one.checkpoint.keep=2")
     with pytest.raises(UsageError, match=removed):
         prepare_resume(one, ["train.max_steps=8"], {})
 

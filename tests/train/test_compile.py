@@ -195,9 +195,9 @@ def spec_with(parallel: dict[str, Any], method: dict[str, Any]) -> RunSpec:
 @pytest.mark.parametrize(
     ("parallel", "method", "named"),
     [
-        ({"strategy": "sharded"}, {}, 'train.compile beside parallel.strategy = "sharded"'),
-        ({"sequence": 2}, {}, "train.compile beside parallel.sequence > 1"),
-        ({}, {"kind": "lora", "dropout": 0.1}, "train.compile beside method.dropout > 0"),
+        ({"strategy": "sharded"}, {}, 'train.compile with parallel.strategy = "sharded"'),
+        ({"sequence": 2}, {}, "train.compile with parallel.sequence > 1"),
+        ({}, {"kind": "lora", "dropout": 0.1}, "train.compile with method.dropout > 0"),
     ],
 )
 def test_what_compiled_layers_cannot_do_yet_is_refused(

@@ -105,7 +105,7 @@ def test_a_failure_is_told_with_its_words(tmp_path: Path) -> None:
     assert "samples.jsonl" in heard[0]["text"] and "\n" not in heard[0]["text"]
 
 
-@pytest.mark.parametrize(("status", "told"), [(404, "answers 404"), (302, "answers 302"), (None, "has not taken")])
+@pytest.mark.parametrize(("status", "told"), [(404, "returned 404"), (302, "returned 302"), (None, "did not accept")])
 def test_a_server_that_refuses_or_hangs_changes_nothing_and_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int | None, told: str
 ) -> None:
@@ -203,7 +203,7 @@ def test_a_variable_keeps_the_url_out_of_files(monkeypatch: pytest.MonkeyPatch) 
         ("finish.webhook=http://", "finish.webhook"),
         ("finish.push=model", "OWNER/NAME"),
         ("finish.push_public=true", "finish.push is needed"),
-        ('stages=[{name = "a", finish = {push = "me/model"}}]', "the whole run has it"),
+        ('stages=[{name = "a", finish = {push = "me/model"}}]', "set it for the whole run"),
     ],
 )
 def test_what_is_no_destination_is_refused(override: str, told: str) -> None:

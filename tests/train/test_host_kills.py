@@ -71,7 +71,7 @@ def test_an_attempt_after_a_kill_begins_smaller(inside: Callable[..., Any], tmp_
         budgets += [
             event["text"]
             for event in map(json.loads, next(tmp_path.glob("runs/*/events.jsonl")).read_text().splitlines())
-            if event["kind"] == "warning" and "begin at half" in event["text"]
+            if event["kind"] == "warning" and "start at half" in event["text"]
         ][-1:]
         if ended.returncode == 0:
             break

@@ -160,7 +160,7 @@ def test_a_tower_whose_samples_have_no_images_is_refused_before_the_model_is_loa
     spec = image_spec(tmp_path, method=part, data=text_beside_images(tmp_path, 0))
     code, events = train(new_run(tmp_path / "runs", spec))
     assert code == 5
-    assert "nothing that learns is used" in str(of_kind(events, "run_finished")[0])
+    assert "no trainable parameter receives a gradient" in str(of_kind(events, "run_finished")[0])
     assert not [event for event in events if event.get("name") == "loading model"]
 
 

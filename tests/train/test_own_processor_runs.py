@@ -104,7 +104,7 @@ def test_a_model_that_does_not_see_its_image_is_refused_before_the_first_step(tm
         with torch.no_grad():
             loaded.base.model.multi_modal_projector.linear_2.weight.zero_()
             loaded.base.model.multi_modal_projector.linear_2.bias.fill_(0.1)
-        with pytest.raises(UsageError, match="computes the same from two different images"):
+        with pytest.raises(UsageError, match="gives the same output for two different images"):
             require_images(loaded)
 
 
@@ -113,11 +113,12 @@ def test_a_processor_that_does_not_fit_its_model_is_refused_before_the_first_ste
     (tmp_path / "mistral3" / "processor_config.json").write_text('{"patch_size": 14, "spatial_merge_size": 1}')
     code, events = train(new_run(tmp_path / "runs", spec))
     assert code != 0
-    assert "fails on what its processor makes of an image" in str(of_kind(events, "run_finished")[0])
+    assert "fails on the output of its processor for an image" in str(of_kind(events, "run_finished")[0])
 
 
 @pytest.mark.parametrize(
-    ("family", "words"), [("llama4", "read with torchvision alone"), ("cohere2_vision", "read with torchvision alone")]
+    ("family", "words"),
+    [("llama4", "only be read with torchvision"), ("cohere2_vision", "only be read with torchvision")],
 )
 def test_images_without_a_processor_are_refused_before_a_run(family: str, words: str, tmp_path: Path) -> None:
     model = write_nested(tmp_path / family, family)
@@ -143,7 +144,7 @@ def test_a_run_on_images_is_planned_as_it_is_measured(family: str, tmp_path: Pat
 
 
 def test_images_that_are_filled_up_with_empty_patches_have_no_plan(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="fills images up with empty patches"):
+    with pytest.raises(UsageError, match="pads images with empty patches"):
         images_of_rows(spec_of(tmp_path, "gemma4"))
 
 

@@ -90,7 +90,7 @@ def test_a_run_does_not_go_on_with_another_rounding(samples: Path, tmp_path: Pat
     code, events = train(place, resume=True)
     assert code == 2
     error = of_kind(events, "run_finished")[-1]["error"]
-    assert "train.rounding: 'nearest' -> 'exact'" in error and "put these keys of run.toml back" in error
+    assert "train.rounding: 'nearest' -> 'exact'" in error and "restore these keys in run.toml" in error
 
 
 def test_a_checkpoint_from_before_remainders_were_kept_is_refused_with_the_way_out() -> None:

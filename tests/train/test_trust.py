@@ -77,7 +77,7 @@ def test_a_run_that_another_user_has_changed_loses_its_limits(tmp_path: Path) ->
     assert load_run_spec(place.run_toml, own=True).limits.on_finish == "mine" and not brings_limits(place.run_toml)
     place.run_toml.write_text(place.run_toml.read_text().replace("mine", "theirs"))
     assert load_run_spec(place.run_toml, own=True).limits == Limits() and brings_limits(place.run_toml)
-    assert "you did not give this run its limits" in str(drop_untrusted_limits(place))
+    assert "limits and commands were not set by you" in str(drop_untrusted_limits(place))
     assert drop_untrusted_limits(place) is None
 
 
@@ -98,7 +98,7 @@ def test_a_record_that_another_user_wrote_allows_nothing(tmp_path: Path) -> None
 
 def test_limits_that_cannot_be_recorded_are_refused_and_a_run_without_any_is_not(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
-    with pytest.raises(EnvironmentProblem, match="what you allow this run \\(on_finish\\) cannot be recorded"):
+    with pytest.raises(EnvironmentProblem, match="your permissions for this run \\(on_finish\\) cannot be recorded"):
         keep_limits(tmp_path / "run.toml", dump_run_spec(spec_with(tmp_path, on_finish="mine")))
     keep_limits(tmp_path / "run.toml", dump_run_spec(spec_with(tmp_path)))
 

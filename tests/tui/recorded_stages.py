@@ -29,7 +29,7 @@ def make_staged_run(
             _tell_stage(run, writer, number, stage, of=len(names), is_done=number <= done)
         for stage in skipped:
             writer.write("stage_finished", name=stage, number=names.index(stage) + 1, status="skipped", exit_code=0,
-                         reason="it starts from stage x, which failed")  # fmt: skip
+                         reason="it depends on stage x (failed)")  # fmt: skip
         if done == len(names):
             writer.write("run_finished", status="done", exit_code=0, result="model", samples_lost=0)
     return run

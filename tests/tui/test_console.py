@@ -159,7 +159,7 @@ async def test_doctor_tells_what_a_process_of_its_own_found(console: Opener, wid
         await pilot.press("6")
         await pilot.sees("python", "torch", "ok")
         await pilot.press("R")
-        await pilot.until(lambda: re.search(r"asking this machine.*: \d+ s", " ".join(pilot.text.split())), "seconds")
+        await pilot.until(lambda: re.search(r"checking this machine.*: \d+ s", " ".join(pilot.text.split())), "seconds")
 
 
 @pytest.mark.asyncio

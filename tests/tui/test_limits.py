@@ -50,7 +50,7 @@ def test_with_a_full_disk_it_says_what_it_cannot_write_and_stays(terminal: Termi
     terminal.open_console("-p", "demo", "-r", "demo", under=FULL_DISK)
     terminal.sees("fits with micro-batch 17", "missing")
     terminal.press("s")
-    terminal.sees("no run directory can be created", "fix: choose another with --runs")
+    terminal.sees("no run directory can be created", "fix: choose another folder with --runs")
     terminal.press("1")
     terminal.sees("paused", paused.name)
     terminal.press("Enter")
@@ -75,7 +75,7 @@ def test_in_a_read_only_home_runs_can_be_looked_at_and_plans_be_made(
     terminal.press("2")
     terminal.sees("fits", "left")
     terminal.press("s")
-    terminal.sees("no run directory can be created", "fix: choose another with --runs")
+    terminal.sees("no run directory can be created", "fix: choose another folder with --runs")
 
 
 def test_it_outlives_the_folder_it_was_opened_in(terminal: Terminal, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ async def test_a_message_is_not_there_when_its_screen_is_opened_again(console: O
         await pilot.sees("said on this screen")
         await pilot.press("1", "4")
         await pilot.until(lambda: pilot.screen.screen_name == "queue")
-        await pilot.sees("Q on Launch (2) puts a run into it", "s start")
+        await pilot.sees("Q on Launch (2) adds a run", "s start")
         assert "said on this screen" not in pilot.text
 
 
@@ -92,7 +92,7 @@ async def test_esc_takes_back_a_value_that_is_refused_before_it_leaves(console: 
             "micro-batch    64 ", "train.micro_batch has the value of its file again", "too big; fits with"
         )
         await pilot.press("u")
-        await pilot.sees("641234", "taken back")
+        await pilot.sees("641234", "undone")
         await pilot.press("escape", "escape")
         await pilot.until(lambda: pilot.screen.screen_name == "runs")
 

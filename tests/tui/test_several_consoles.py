@@ -80,7 +80,7 @@ def test_everything_that_was_suspended_goes_on(consoles: list[Terminal], runs: P
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(STOPPED_SECONDS)
-    assert (summarise(one).status, summarise(one).phase) == ("running", "stopped by a signal")
+    assert (summarise(one).status, summarise(one).phase) == ("running", "suspended by a signal")
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     told = [each.communicate() for each in starters]
@@ -100,7 +100,7 @@ def test_of_three_consoles_two_pause_the_run_at_once(consoles: list[Terminal], r
         console.open_console()
         console.sees(run.name)
         console.press("Enter")
-        console.sees("waits in the queue")
+        console.sees("waiting in the queue")
     starter = start_queue(runs)
     for console in consoles:
         console.sees("● running", "loss")

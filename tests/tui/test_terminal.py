@@ -62,7 +62,7 @@ def test_the_end_of_a_run_is_told_once_and_that_of_older_runs_never(runs: Path, 
         return bool(told)
 
     until(is_told, lambda: f"the end of {summarise(run)}")
-    assert told == [f"{run.name}: its engine is gone"], "a name that other runs have, too, could be the one in front"
+    assert told == [f"{run.name}: its engine has ended"], "a name that other runs have, too, could be the one in front"
     assert ends.poll() == []
 
 

@@ -151,7 +151,7 @@ def mismatch(profile: Profile, machine: Machine) -> str:
     if wanted.memory_gib > found.memory_gib * (1 + SAME_MEMORY):
         return f"this machine's {machine.title} has {found.memory_gib:.1f} GiB, not {wanted.memory_gib:.1f}"
     if (wanted.compute_capability or 0) > (found.compute_capability or 0):
-        return f"this machine computes at {found.compute_capability}, not {wanted.compute_capability}"
+        return f"this machine has compute capability {found.compute_capability}, not {wanted.compute_capability}"
     return ""
 
 

@@ -59,7 +59,7 @@ def write_text(path: Path, text: str, *, before: str | None) -> None:
     UsageError if another program has changed the file meanwhile."""
     if before is not None and path.exists() and read_text(path) != before:
         raise UsageError(
-            f"{visible(str(path))} was changed by another program meanwhile", fix="copy your text, open the file again"
+            f"{visible(str(path))} was changed by another program", fix="copy your text, open the file again"
         )
     write_new_file(path, text.encode(), force=before is not None)
 

@@ -115,7 +115,7 @@ class EvaluatedChoice:
         if serious:
             return f"cannot start: {serious[0].sentence}"
         if self.to_simulate is not None:
-            return "simulating its memory; the plan follows"
+            return "simulating its memory for the plan"
         too_large = self.plan is not None and self.plan.verdict == "does_not_fit"
         if too_large and action != "force":
             return "it does not fit: a applies the first fix, S starts it anyway"
@@ -124,7 +124,7 @@ class EvaluatedChoice:
     @property
     def disk_bytes(self) -> int | None:
         """Most bytes of disk that checkpoints and results of the run take, of a staged run those of all stages; None if
-        that is not known."""
+        that is unknown."""
         return self.stages_disk_bytes if self.stages or self.planned is None else needed_disk(self.planned)
 
     @property

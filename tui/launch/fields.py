@@ -82,7 +82,7 @@ FIELDS: tuple[LaunchField, ...] = (
     LaunchField("data.packing", "packing"),
     LaunchField("data.over_length", "over length"),
     LaunchField("data.loss_on", "loss on"),
-    LaunchField("data.valid_fraction", "held-out share"),
+    LaunchField("data.valid_fraction", "held-out fraction"),
     LaunchField("checkpoint.every_steps", "save every", unit="steps"),
     LaunchField("eval.every_steps", "evaluate every", unit="steps"),
     LaunchField("device.memory_gib", "memory GiB"),
@@ -93,11 +93,11 @@ FIELDS: tuple[LaunchField, ...] = (
 )
 
 SPECIAL_HELP = {
-    PROFILE: "The hardware that the run is planned for: enter or P opens the list of profiles.",
-    RECIPE: "What is trained, how, on what data: enter or R opens the list of recipes, with their verdicts.",
+    PROFILE: "The hardware for the plan and the run: enter or P opens the list of profiles.",
+    RECIPE: "The model, the data and how it is trained: enter or R opens the list of recipes, with their verdicts.",
     DEVICES: "GPUs of this machine to use: indices such as 0 or 2,3; empty: the first ones.",
-    NAME: "The run's name; empty: the recipe's.",
-    ON_FINISH: "A shell command to run when the run has ended, whatever its end; $TUNEDECK_STATUS says which.",
+    NAME: "The run's name; empty: the recipe's name.",
+    ON_FINISH: "A shell command to run after the run has ended, in any way; $TUNEDECK_STATUS has its status.",
     OTHER: "Any other key: KEY=VALUE as after --set, such as train.label_smoothing=0.1",
     STAGES: "A stage, which runs in a separate process. space skips it, or includes it again.",
     SOURCES: "A file, folder or glob, or hub:OWNER/NAME for a data set on the hub.",

@@ -71,4 +71,4 @@ def _verdict(evaluated: EvaluatedChoice | None, made_for: str, ascii_only: bool)
     cross = glyphs("✗", ascii_only=ascii_only)
     if made_for and (plan is not None or evaluated.problems):
         return Content.styled(f"{cross} made for {visible(made_for)}", "$muted")
-    return Content.styled(f"{cross} not here" if evaluated.problems else "? no plan", "$muted")
+    return Content.styled(f"{cross} not on this machine" if evaluated.problems else "? no plan", "$muted")

@@ -58,7 +58,7 @@ def _heading(advice: Advice) -> Content | None:
         return Content.styled(text, "$muted")
     if advice.suggestions:
         return None
-    return Content.styled("No set of changes makes it fit: a smaller model or a larger device is needed.", "$bad")
+    return Content.styled("No combination of changes makes it fit: use a smaller model or a larger device.", "$bad")
 
 
 def _lines(number: int, suggestion: Suggestion, width: int) -> list[Content]:
@@ -122,5 +122,5 @@ def fix_notes(suggestion: Suggestion) -> str:
         *(lever.note for lever in suggestion.levers),
     ]
     parts += ["changes arithmetic"] if suggestion.changes_arithmetic else []
-    parts += ["less memory is left than the plan's possible error"] if suggestion.plan.is_tight else []
+    parts += ["the memory left is smaller than the error of the plan"] if suggestion.plan.is_tight else []
     return visible("; ".join([", ".join(changes), *parts]))

@@ -46,9 +46,9 @@ def basis_words(plan: Plan, *, reading: bool, readable: bool) -> str:
     """For which sequences the plan is, and what will make it more exact."""
     if plan.basis == "data":
         targets = f" ({plan.target_tokens:,} target tokens)" if plan.target_tokens < plan.length else ""
-        return f"for the longest of the data, {plan.length:,} tokens{targets}"
+        return f"for the longest sequence in the data, {plan.length:,} tokens{targets}"
     more = "; reading the data ..." if reading else "; d reads the data" if readable else ""
-    return f"for the longest possible, {plan.length:,} tokens{more}"
+    return f"for the longest possible sequence, {plan.length:,} tokens{more}"
 
 
 def change_words(before: Plan | None, after: Plan | None) -> str:
@@ -63,4 +63,4 @@ def change_words(before: Plan | None, after: Plan | None) -> str:
         found.append(f"the longest sequence has {after.length:,} tokens, not {before.length:,}")
     if after.target_tokens < after.length:
         found.append(f"no sequence has more than {after.target_tokens:,} target tokens")
-    return f"the data were read: {'; '.join(found)}; " + "predicted peak {} -> {}".format(*peaks)
+    return f"the data has been read: {'; '.join(found)}; " + "predicted peak {} -> {}".format(*peaks)

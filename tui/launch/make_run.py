@@ -37,5 +37,5 @@ def enqueue_run(choice: Choice, runs_dir: Path) -> tuple[str, int]:
 def _current_spec(choice: Choice) -> RunSpec:
     spec = evaluate_choice(choice).spec
     if spec is None:
-        raise UsageError("a profile or recipe file has changed since", fix="look at the fields")
+        raise UsageError("a profile or recipe file has changed since", fix="check the fields")
     return spec

@@ -42,7 +42,7 @@ TAIL_BYTES = 64 * 1024
 LEAST_STEPS = 3
 """Steps below which a run tells nothing about the pace."""
 
-UNKNOWN_TIME = "time: not known, no earlier run had this model, batch and device"
+UNKNOWN_TIME = "time: unknown, no earlier run with this model, batch and device"
 
 
 class Pace(NamedTuple):
@@ -56,16 +56,16 @@ class Needs(NamedTuple):
     """What a run needs beside memory."""
 
     disk_bytes: int | None = None
-    """Most bytes of disk for its checkpoints and its result; None if not known."""
+    """Most bytes of disk for its checkpoints and its result; None if unknown."""
     free_bytes: int | None = None
-    """Free bytes of the disk on which runs are kept; None if not known."""
+    """Free bytes of the disk on which runs are kept; None if unknown."""
     time: str = ""
     """How long it takes, in words; empty while that is looked up."""
 
 
 def needed_disk(spec: RunSpec) -> int | None:
     """Most bytes of disk that a run without stages takes for its checkpoints and its result; None where the model's
-    architecture is not known."""
+    architecture is unknown."""
     try:
         return disk_bytes_of_training(find_architecture(spec), spec)
     except TunedeckError:
@@ -116,9 +116,9 @@ def time_words(spec: RunSpec, pace: Pace | None, predicted: PlanTime | None = No
         return UNKNOWN_TIME if predicted is None else _predicted_words(spec, predicted)
     step = _step_text(pace.step_seconds)
     steps = spec.recipe.train.max_steps
-    total = f"about {format_duration(steps * pace.step_seconds)} for {steps:,} steps" if steps else f"{step} a step"
+    total = f"about {format_duration(steps * pace.step_seconds)} for {steps:,} steps" if steps else f"{step} per step"
     total += f" ({ready_at(steps * pace.step_seconds)})" if steps else ""
-    return f"time: {total}, at the speed of {clean(pace.run)}" + (f" ({step} a step)" if steps else "")
+    return f"time: {total}, at the measured speed of {clean(pace.run)}" + (f" ({step} per step)" if steps else "")
 
 
 def _step_text(seconds: float) -> str:
@@ -129,7 +129,7 @@ def _predicted_words(spec: RunSpec, predicted: PlanTime) -> str:
     """The words before the first comma are what is left of them in a narrow line."""
     steps, speed = spec.recipe.train.max_steps, f"{predicted.tokens_per_second:,.0f}"
     if predicted.hours is None:
-        return f"time: {speed} tokens/s predicted, {_step_text(predicted.step_seconds)} a step"
+        return f"time: {speed} tokens/s predicted, {_step_text(predicted.step_seconds)} per step"
     cost = "" if predicted.cost is None else f", {predicted.cost:.2f} at price_per_hour"
     return (
         f"time: about {format_duration(3600 * predicted.hours)} for {steps:,} steps predicted, {speed} tokens/s{cost}"
@@ -141,9 +141,9 @@ def needs_line(needs: Needs, width: int) -> Content:
     room in `width` cells is left out: details of the time, then what the disk is for, then the time."""
     disk_bytes, free_bytes, time = needs
     full = disk_bytes is not None and free_bytes is not None and free_bytes < disk_bytes
-    size = "not known" if disk_bytes is None else f"up to {size_text(disk_bytes)}"
+    size = "unknown" if disk_bytes is None else f"up to {size_text(disk_bytes)}"
     free = f", only {size_text(free_bytes or 0)} free" if full else ""
-    purpose = "" if disk_bytes is None else " of checkpoints and result"
+    purpose = "" if disk_bytes is None else " for checkpoints and result"
     texts = [f"disk: {size}{each}{free}" for each in (purpose, "")]
     times = [f"   {each}" for each in (time, time.partition(", ")[0]) if each]
     pairs = [*((disk, each) for disk in texts for each in times), *((disk, "") for disk in texts)]

@@ -55,7 +55,7 @@ async def read_samples(arguments: Sequence[str], count: int = SAMPLES) -> dict[s
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
     except OSError as error:
-        raise TunedeckError(f"no process can be started to read the data: {error.strerror or error}") from error
+        raise TunedeckError(f"the process that reads the data cannot be started: {error.strerror or error}") from error
     try:
         out, err = await process.communicate()
     finally:
@@ -67,7 +67,7 @@ async def read_samples(arguments: Sequence[str], count: int = SAMPLES) -> dict[s
     try:
         return dict(json.loads(out))
     except (ValueError, TypeError) as error:
-        raise TunedeckError("cannot read the output of tunedeck data", fix="run it in a shell") from error
+        raise TunedeckError("cannot read the output of tunedeck data", fix="run the command in a shell") from error
 
 
 def sample_lines(report: Mapping[str, Any], width: int, *, ascii_only: bool, letters: bool) -> list[Content]:

@@ -232,7 +232,7 @@ class LaunchState:
         return change_words(before, self.evaluated.plan)
 
     def advice(self, *, compute: bool = False) -> Advice | None:
-        """Return the advice of `fit` for the present choice; None if it is not known. With `compute`, the advice is
+        """Return the advice of `fit` for the present choice; None if it is unknown. With `compute`, the advice is
         computed now if there is a plan, unless a simulation has to be made first; without, only advice computed earlier
         is returned."""
         evaluated = self.evaluated
@@ -246,7 +246,7 @@ class LaunchState:
         return self._advice[1] if self._advice is not None and self._advice[0] == self.choice else None
 
     def time(self, *, compute: bool = False) -> str:
-        """How long the run takes, in words; empty if that is not known yet. With `compute`, earlier runs are read now,
+        """How long the run takes, in words; empty if that is unknown yet. With `compute`, earlier runs are read now,
         unless they were read for this choice before."""
         spec = self.evaluated.spec
         if spec is None or self.runs_dir is None:

@@ -64,7 +64,7 @@ class MetricGrid(TextLines):
             lines += [Content("").join(parts) for parts in zip(*blocks, strict=True)]
         left_out = len(self._plots) - len(shown)
         if left_out:
-            note = Content.styled(f"  and {left_out} more: z gives them room", "$muted")
+            note = Content.styled(f"  and {left_out} more: z shows them", "$muted")
             lines = [*lines, note] if len(lines) < height else [*lines[:-1], note]
         self.show(lines)
 

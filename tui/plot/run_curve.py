@@ -73,7 +73,7 @@ class RunCurve:
                     self._read_event(event)
                 if count % LINES_BETWEEN_CLOCKS == 0 and time.monotonic() > deadline:
                     break
-            self.read_error = "" if self.directory.exists() else "its folder is gone"
+            self.read_error = "" if self.directory.exists() else "its folder was removed"
         except OSError as error:
             self.read_error = f"cannot be read: {error.strerror or error}"
         self._flush()

@@ -1,4 +1,4 @@
-"""The chain of a staged run: each stage with its state (done, running, to come, skipped), and which stage the Run
+"""The chain of a staged run: each stage with its state (done, running, pending, skipped), and which stage the Run
 screen shows.
 
 Pure functions of a `RunWatch`; nothing here reads events or uses widgets.
@@ -20,10 +20,10 @@ from tui.run.table import state_of
 from tui.run.watch import RunWatch
 from tui.theme import STATES, glyphs
 
-TO_COME = "to come"
+TO_COME = "pending"
 ARROW = " → "
 
-KEYS = "[ ] look into others "
+KEYS = "[ ] show others "
 """Help on the keys, shown at the right end of the line where there is room."""
 
 
@@ -32,7 +32,7 @@ class Link(NamedTuple):
 
     name: str
     state: str
-    """The stage's status in the journal; "skipped" or "to come" for a stage that has none."""
+    """The stage's status in the journal; "skipped" or "pending" for a stage that has none."""
 
 
 def chain_of(watch: RunWatch) -> list[Link]:

@@ -64,7 +64,7 @@ class GpuReading(NamedTuple):
     time: str
     values: tuple[float | None, ...]
     total: float
-    """The GPU's memory in GiB; 0 if it is not known."""
+    """The GPU's memory in GiB; 0 if it is unknown."""
 
 
 class GpuHistory:
@@ -139,7 +139,7 @@ def _heading(
 
 
 def _covered(readings: Sequence[GpuReading]) -> str:
-    """The time from the first to the last of these readings, such as "9 min"; empty if it is not known."""
+    """The time from the first to the last of these readings, such as "9 min"; empty if it is unknown."""
     try:
         first, last = (datetime.fromisoformat(readings[place].time) for place in (0, -1))
         seconds = (last - first).total_seconds()

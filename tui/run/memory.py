@@ -69,7 +69,7 @@ def memory_lines(watch: RunWatch, width: int, look: Look) -> list[Content]:
 def run_bars(summary: RunSummary, step: Mapping[str, Any] | None) -> list[MemoryBar]:
     """The bars of a run, on a plain CPU the measured one alone: what was predicted for what runs (at its end, for the
     step with the peak; before the probe, for the run as it is written), and what was measured up to its latest `step`.
-    Empty if the device's memory is not known."""
+    Empty if the device's memory is unknown."""
     planned, plan = summary.predicted, plan_in_force(summary)
     capacity = planned.get("capacity_bytes")
     if not isinstance(capacity, int):
@@ -93,7 +93,7 @@ def memory_in_force(directory: RunDirectory, stage: str, summary: RunSummary | N
     did not record it, `read_planned_memory`."""
     runs = summary.in_force if summary is not None else {}
     try:
-        settings = f"as it runs: up to {runs['micro_batch']:,} sequences of {runs['length']:,} tokens at a time"
+        settings = f"current: up to {runs['micro_batch']:,} sequences of {runs['length']:,} tokens at a time"
         return memory_by_phase(directory.name, f"{settings} ({runs['reason']})", runs, int(runs["capacity_bytes"]))
     except (ValueError, KeyError, TypeError, AttributeError):
         return read_planned_memory(directory, stage)
@@ -126,9 +126,9 @@ def _pictures(summary: RunSummary, bars: Sequence[MemoryBar], width: int, look: 
 
 
 def _peaks(summary: RunSummary) -> Iterator[Content]:
-    """Yield the peaks as figures, for a run whose device's memory is not known."""
+    """Yield the peaks as figures, for a run whose device's memory is unknown."""
     predicted = {} if summary.on_plain_cpu else summary.predicted
-    for name, figures in (("peak predicted", predicted), ("peak measured", summary.measured)):
+    for name, figures in (("predicted peak", predicted), ("measured peak", summary.measured)):
         if figures.get("peak_bytes") is not None:
             yield Content(f"{name:<{NAME_WIDTH}}{format_bytes(figures['peak_bytes'])}")
 

@@ -32,7 +32,7 @@ MOST_BARS = 10
 ASCII_EIGHTHS = "_.,-=+*#"
 
 NEXT_KEYS = {
-    "queued": "waits in the queue",
+    "queued": "waiting in the queue",
     "paused": "r resumes it",
     "stopped": "r resumes from the last checkpoint",
     "stale": "r resumes from the last checkpoint",

@@ -367,6 +367,6 @@ def _tabs(names: Sequence[str], chosen: str) -> Content:
 
 
 def _capacity(watch: RunWatch) -> int:
-    """Bytes of the device's memory that the run may use; 0 if they are not known."""
+    """Bytes of the device's memory that the run may use; 0 if they are unknown."""
     known = watch.state.predicted.get("capacity_bytes")
     return known if isinstance(known, int) else 0

@@ -40,6 +40,6 @@ class RunEnds:
 
 
 def _sentence(summary: RunSummary) -> str:
-    how = {"oom": "out of memory", "stale": "its engine is gone"}.get(summary.status)
+    how = {"oom": "out of memory", "stale": "its engine has ended"}.get(summary.status)
     error = next(iter((summary.last_error or "").splitlines()), "")
     return clean(f"{summary.run}: {how or summary.status}" + (f": {error}" if error and not how else ""))

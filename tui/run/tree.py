@@ -27,7 +27,7 @@ from tui.theme import glyphs
 SWEEP = "sweep:"
 """Prefix of the key of a sweep's row."""
 
-TO_COME = "to come"
+TO_COME = "pending"
 
 WORST_FIRST = ("running", "stopping", "oom", "failed", "stale", "queued", "paused", "stopped", "done")
 """States in order of importance: a sweep has the first of these that one of its runs has."""
@@ -48,7 +48,7 @@ class TreeRow:
     members: tuple[RunEntry, ...] = ()
     """The runs of a sweep, in the order of its points."""
     state: str = ""
-    """For a stage that has not begun: "to come" or "skipped". Empty for all other rows."""
+    """For a stage that has not begun: "pending" or "skipped". Empty for all other rows."""
     parent: str = ""
     """The key of the row above that this one belongs to."""
 

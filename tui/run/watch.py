@@ -115,7 +115,9 @@ class RunWatch:
             if self._tail.offset >= self._peeked_to:
                 self._peeked = self._end = None
             summary = summarise_state(self.directory, self.state, self._damaged, end=self._end)
-            read_error = "" if self.directory.exists() else f"the run's folder is gone: {clean(self.directory.path)}"
+            read_error = (
+                "" if self.directory.exists() else (f"the run's folder was removed: {clean(self.directory.path)}")
+            )
         except TunedeckError as error:
             news, summary, read_error = True, self.summary, clean(error.found)
         except OSError as error:
@@ -148,8 +150,7 @@ class RunWatch:
         return int(self.latest["step"]) if self.latest is not None else self.state.step
 
     def seconds_left(self) -> float | None:
-        """Estimated time until the run ends, from the mean of recent steps; None if the number of steps is not
-        known."""
+        """Estimated time until the run ends, from the mean of recent steps; None if the number of steps is unknown."""
         recent = (event.get("step_seconds") for event in self.curves.recent)
         steps = [float(seconds) for seconds in recent if seconds is not None]
         if not self.state.max_steps or not steps:
@@ -286,10 +287,10 @@ class _StepBatch:
 
 def _parsed(line: bytes) -> tuple[Any, Any, Any]:
     """Return (step, loss, peak bytes) of a journal line in another form than STEP matches, parsed as JSON; the loss is
-    b"null" if it is no number. Raises ValueError for a line that is no step's event."""
+    b"null" if it is no number. Raises ValueError for a line that is no steps's event."""
     event = decode_step(line)
     if event is None:
-        raise ValueError("no step")
+        raise ValueError("no steps")
     return event["step"], b"null" if event["loss"] is None else event["loss"], event["peak_bytes"] or 0
 
 
@@ -304,6 +305,6 @@ def _event_text(event: Event) -> str | None:
         if event.get("status") == "paused" and why in (None, ASKED_FOR):
             return None  # the event `paused` before this one has the same text
         if why == ASKED_FOR:
-            return clean(f"{event.get('status')}, as was asked")
+            return clean(f"{event.get('status')} as requested")
         return clean(event.get("status")) + (f": {on_one_line(why)}" if why else "")
     return describe_event(event)

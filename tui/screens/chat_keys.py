@@ -131,9 +131,9 @@ class ChatKeys(BaseScreen):
     def add_image(self, path: str) -> None:
         full = Path(path).expanduser().absolute()
         if not self.state.takes_images:
-            self.show_message("these models do not take images", "$caution")
+            self.show_message("these models do not support images", "$caution")
         elif not full.is_file():
-            self.show_message(f"no file {clean(full)}", "$caution")
+            self.show_message(f"there is no file {clean(full)}", "$caution")
         else:
             self.images.append(str(full))
             self.paint()
@@ -148,7 +148,9 @@ class ChatKeys(BaseScreen):
         except DataError as error:
             self.show_error(error)
             return
-        self.show_message(f"{count} saved in {name}, a data source of the format chat" if count else "nothing to save")
+        self.show_message(
+            f'{count} saved to {name}, a data source with format = "chat"' if count else "nothing to save"
+        )
 
     def do_models(self) -> None:
         """Ask for the models of a new chat, side by side."""

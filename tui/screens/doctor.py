@@ -73,7 +73,7 @@ class DoctorScreen(TextScreen):
         """The lines to show: each finding with its fix, wrapped at `width`; the status of the command while there are
         no findings."""
         if not self._findings:
-            asked = f"asking this machine; torch is imported for it: {time.monotonic() - self._began:.0f} s"
+            asked = f"checking this machine (imports torch): {time.monotonic() - self._began:.0f} s"
             return [Content.styled(f" {line}", "$muted") for line in (self._status or asked).splitlines()]
         topics = max(len(clean(finding.get("topic", ""))) for finding in self._findings) + 1
         topics = max(TOPIC_WIDTH, min(topics, width // 3))
@@ -109,7 +109,7 @@ class DoctorScreen(TextScreen):
         except OSError as error:
             findings, status = [], f"tunedeck doctor cannot be started: {error.strerror or error}"
         except (ValueError, KeyError, TypeError):
-            findings, status = [], f"the answer cannot be read:\n{done.stderr.strip()}\ntry: tunedeck doctor"
+            findings, status = [], f"the output cannot be read:\n{done.stderr.strip()}\ntry: tunedeck doctor"
         if not worker.is_cancelled:
             self.app.call_from_thread(self._show_answer, findings, status)
 

@@ -245,7 +245,7 @@ class LaunchScreen(DataKeys):
         row = self.view.fields.row
         if row is not None and row.changed and self.state.evaluated.problem_of(row.key):
             self.do_restore()
-            self.show_message(f"{row.key} has the value of its file again; u undoes that, esc leaves")
+            self.show_message(f"{row.key} has the value of its file again; u undoes this, esc leaves")
             return True
         return super().step_back()
 
@@ -364,7 +364,7 @@ class LaunchScreen(DataKeys):
     def do_undo(self) -> None:
         """Return to the choice before the last change."""
         self.state.undo()
-        self.show_message("taken back")
+        self.show_message("undone")
         self._show()
 
     def do_restore(self) -> None:

@@ -58,7 +58,7 @@ class OomScreen(TextScreen):
         first."""
         room = max(10, width - 2)
         heading = Content.styled(
-            "changes that would each have avoided the latest one; a opens Launch with the selected one",
+            "changes that each would have avoided the latest error; a opens Launch with the selected one",
             "bold $good",
         )
         found = [(-1, line) for line in heading.wrap(room)] if self._ways else []
@@ -96,7 +96,7 @@ class OomScreen(TextScreen):
     def _reports(self, paths: Sequence[Path]) -> Iterable[Content]:
         yield Content("")
         if not paths:
-            yield Content.styled("the engine has written no report into oom/", "$muted")
+            yield Content.styled("the engine has not written a report to oom/", "$muted")
         for path in paths[:MAX_REPORTS]:
             yield Content.styled(clean(path.name), "bold $info")
             # They stand above all reports, where `a` applies them; an attempt before failed for the same reason.

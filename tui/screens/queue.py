@@ -1,6 +1,6 @@
 """Queue: the running and the waiting runs, in order. Uses the queue and worker of `tunedeck queue`.
 
-A process of its own (`engine.launch.queue_worker`) starts the runs, so leaving the console changes nothing.
+A process of its own (`engine.launch.queue_worker`) starts the runs, so leaving the console has no effect.
 
 Try: `tunedeck queue add -p demo -r demo`, then `tunedeck` and the Queue key.
 """
@@ -109,14 +109,14 @@ class QueueScreen(BaseScreen):
         if self._read_error:
             yield from Content.styled(clean(self._read_error), "$bad").wrap(self.size.width)
         else:
-            yield Content.styled("  the queue is empty; Q on Launch (2) puts a run into it,", "$muted")
+            yield Content.styled("  the queue is empty; Q on Launch (2) adds a run,", "$muted")
             yield Content.styled("  or use: tunedeck queue add", "$muted")
 
     def _worker_status(self) -> str:
         if self._order.worker is not None:
             worker = f" process {self._order.worker.pid} starts"
             if left := len(self._order.left_waiting):
-                return f"{worker} the runs of a sweep; s lets it start the {left} others, too"
+                return f"{worker} the runs of a sweep; s lets it also start the {left} others"
             return f"{worker} the runs in order, also without this console"
         return " the queue is not started" + ("; s starts it" if self._order.waiting else "")
 

@@ -232,14 +232,14 @@ class RunScreen(PlotKeys, ScrollKeys, EngineKeys, ModelKeys, RunKeys):
         if action in ("next_stage", "previous_stage"):
             return self._other_stage(1 if action == "next_stage" else -1)[1]
         if action == "report" and not (self.run_watch.state.backoffs or self.run_watch.state.oom_reports):
-            return "this run never ran out of memory"
+            return "this run has had no out-of-memory errors"
         return None
 
     def _other_stage(self, by: int) -> tuple[str, str | None]:
         """(name of the stage `by` places after the one that the panes show, why it cannot be shown or None)."""
         name, refusal = stage_beside(chain_of(self._whole), self.looked_at, by)
         if refusal is None and find_stage(self.directory, name) is None:
-            refusal = f"stage {name} has not begun"
+            refusal = f"stage {name} has not started"
         return name, refusal
 
     def _no_other_answers(self, by: int) -> str | None:

@@ -126,7 +126,7 @@ class RunsScreen(ModelKeys, RunKeys):
             yield Content.styled(f"  no run matches {self._filter}; esc clears the filter", "$muted")
         else:
             yield Content.styled(f"  no runs in {clean(self.console.runs_dir)}", "$muted")
-            yield Content.styled(f"  {screen_row('launch').key} opens Launch, to make and start one", "$muted")
+            yield Content.styled(f"  {screen_row('launch').key} opens Launch, to create and start one", "$muted")
 
     @property
     def acted_on(self) -> RunDirectory | None:
@@ -177,14 +177,14 @@ class RunsScreen(ModelKeys, RunKeys):
     def _reason_on(self, row: TreeRow, action: str) -> str | None:
         """Why a key has no effect on this row; None if the key has an effect."""
         if action == "unfold":
-            return {None: "nothing to expand", True: "it is open", False: None}[row.is_open]
+            return {None: "nothing to expand", True: "it is already open", False: None}[row.is_open]
         if action == "fold":
             return None if row.is_open or row.parent else "nothing to collapse"
         if row.is_sweep:
             one = "a sweep has several runs; l expands it, c compares them"
             return one if action in ("resume", "clone", "delete", "mark", *RUN_ACTIONS) else None
         if row.entry is None:
-            return f"stage {row.name} has not begun"
+            return f"stage {row.name} has not started"
         if action == "delete" and row.parent and not row.parent.startswith(SWEEP):
             return "a stage is deleted with its run"
         status = row.summary.status if row.summary is not None else ""
@@ -308,14 +308,14 @@ class RunsScreen(ModelKeys, RunKeys):
         width = self.size.width
         shown = " ".join(column.title for column in self._columns[1:] if width >= column.from_width)
         self.query_one(InputPrompt).ask("columns", shown, self._choose_columns, enter="show", allow_empty=True)
-        self.show_message(f"there are {' '.join(column.title for column in CHOOSABLE)}; empty: the default columns")
+        self.show_message(f"available: {' '.join(column.title for column in CHOOSABLE)}; empty: the default columns")
 
     def _choose_columns(self, text: str) -> None:
         titles = text.replace(",", " ").split()
         allowed = [column.title for column in CHOOSABLE]
         unknown = next((title for title in titles if title not in allowed), None)
         if unknown is not None:
-            self.show_message(f"there is no column {unknown}; there are {', '.join(allowed)}", "$caution")
+            self.show_message(f"there is no column {unknown}; available: {', '.join(allowed)}", "$caution")
             return
         self._columns, self._tree.sorted_by = chosen_columns(list(dict.fromkeys(titles))), None
         self._fill()

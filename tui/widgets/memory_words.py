@@ -34,9 +34,11 @@ MOVES = {
     "adapters": "a lower method.rank",
     "gradients": "fewer trained weights, such as LoRA's, or more devices that share them (sharding)",
     "optimizer": "fewer trained weights, such as LoRA's, an 8-bit optimizer, or offloading its state to the host",
-    "activations": "a smaller micro-batch, shorter sequences, gradient checkpointing, or their offload to the host",
+    "activations": (
+        "a smaller micro-batch, shorter sequences, gradient checkpointing, or offloading activations to the host"
+    ),
     "recompute": "a smaller micro-batch, or shorter sequences",
-    "loss": "a smaller micro-batch, shorter sequences, or the loss in chunks",
+    "loss": "a smaller micro-batch, shorter sequences, or a chunked loss",
     "buffers": "a smaller micro-batch, or shorter sequences",
 }
 """What lowers each component. Of the other components, which are not the model's tensors, nothing does."""
@@ -79,4 +81,4 @@ def moves_sentence(phase: str, components: Mapping[str, int]) -> str:
     if largest not in MOVES:
         return ""
     in_training = largest in ("weights", "adapters", "gradients", "optimizer") or phase not in MOVES_IN
-    return f"what lowers {largest}: {MOVES[largest] if in_training else MOVES_IN[phase]}"
+    return f"to lower {largest}: {MOVES[largest] if in_training else MOVES_IN[phase]}"

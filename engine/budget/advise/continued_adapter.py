@@ -41,7 +41,7 @@ def settle_continued(spec: RunSpec, facts: RunFacts) -> tuple[RunSpec, list[str]
     if found is None:
         return spec, []
     if not found.adapter.is_lora:
-        return spec, [f"the adapter {found.adapter.folder} of type {found.adapter.kind} is continued as it is"]
+        return spec, [f"the adapter {found.adapter.folder} of type {found.adapter.kind} is continued unchanged"]
     method = spec.recipe.method.model_copy(update=values_of(found.adapter))
     if found.arch is not None:
         method = method_of(method, found.adapter, found.arch)
@@ -52,7 +52,7 @@ def settle_continued(spec: RunSpec, facts: RunFacts) -> tuple[RunSpec, list[str]
     notices = [f"the adapter {found.adapter.folder} is continued: {shown}", *_notes_on_base(spec.recipe, found.adapter)]
     if unused:
         theirs = ", ".join(f"method.{key} = {_text(getattr(spec.recipe.method, key))}" for key in unused)
-        notices.append(f"{theirs} of the recipe: not used, the values of the adapter are")
+        notices.append(f"{theirs} of the recipe: not used; the adapter's values are used instead")
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"method": method})}), notices
 
 
@@ -142,8 +142,9 @@ def _refuse_differences(found: _Continued, stage: str = "") -> None:
     theirs = ", ".join(f"{key} = {_text(values[key])}" for key in differing)
     raise UsageError(
         f"{mine}: the adapter {found.adapter.folder} that is continued has {theirs}",
-        expected="the adapter's own values, which are taken from it",
-        fix=f"leave {', '.join(f'{prefix}.{key}' for key in differing)} out, or leave model.adapter out to begin anew",
+        expected="the adapter's values, which are read from it",
+        fix=f"leave {', '.join(f'{prefix}.{key}' for key in differing)} out, or leave out model.adapter to start "
+        "a new adapter",
     )
 
 
@@ -154,7 +155,7 @@ def _refuse_stage(method: Method, before: Method, stage: str, earlier: str) -> N
         theirs = ", ".join(f"{key} = {_text(_effective(before, key))}" for key in differing)
         raise UsageError(
             f"method of stage {stage}: {mine}, but it continues the adapter of stage {earlier}, which has {theirs}",
-            expected="the same values in both stages; also_train may add modules",
+            expected="the same values in both stages, except that also_train may add modules",
             fix=f"leave {', '.join(differing)} out of stage {stage}, or set them in [method] for all stages",
         )
 
@@ -177,7 +178,7 @@ def _refuse_other_base(recipe: Recipe, adapter: SavedAdapter) -> None:
     theirs, mine = _base_of_run(adapter.folder), start_of(recipe.model.id, recipe.model.revision)[0]
     if theirs is not None and recipe.model.adapter is not None and not _same_model(theirs, mine):
         raise UsageError(
-            f"model.id = {recipe.model.id}, but the run of the adapter {adapter.folder} started from {theirs}",
+            f"model.id = {recipe.model.id}, but the adapter {adapter.folder} was trained on {theirs}",
             expected="the base that the adapter was trained on",
             fix=f"set model.id to {theirs}",
         )
@@ -189,8 +190,8 @@ def _notes_on_base(recipe: Recipe, adapter: SavedAdapter) -> Iterator[str]:
         return
     if not _same_model(str(named), mine):
         yield (
-            f"the adapter {adapter.folder} names {named} as its base, and model.id is {recipe.model.id}: on another "
-            "base it computes something else"
+            f"the adapter {adapter.folder} was trained on {named}, but model.id is {recipe.model.id}: on "
+            "another base its results are wrong"
         )
 
 

@@ -194,8 +194,9 @@ def refuse_patterns(arch: Architecture, recipe: Recipe, *, has_images: bool | No
         has_images = image_key(recipe) is not None
     if not has_images and learning and all(map(in_vision_encoder, learning)):
         raise DataError(
-            "nothing that learns is used by these samples: only the vision encoder is trained, and there are no images",
-            expected="samples with images, or weights of the language model that learn",
+            "no trainable parameter receives a gradient from these samples: only the vision encoder is "
+            "trained, but there are no images",
+            expected="samples with images, or trainable weights in the language model",
             fix='set method.train_only, or method.targets, to names outside "model.visual" and its like',
         )
 

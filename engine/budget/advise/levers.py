@@ -41,7 +41,8 @@ def is_refused(spec: RunSpec, facts: ModelFacts) -> bool:
 
 
 LEARNING_COST = 10_000.0
-"""Added to the cost of each lever that changes what is learned, so that sets with the fewest such levers come first."""
+"""Added to the cost of each lever that changes the training result, so that sets with the fewest such levers come
+first."""
 FEWEST_IMAGE_TOKENS = 64
 SHORTEST = 256
 """Shorter sequences, in tokens, are not suggested."""
@@ -87,11 +88,11 @@ def levers_of(spec: RunSpec, plan: Plan, facts: ModelFacts) -> list[Lever]:
 def _micro_batch_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
     train = spec.recipe.train
     if train.micro_batch != "auto" and plan.micro_batch > 1:
-        yield Lever((("train.micro_batch", "auto"),), 2.0, "the same batch in smaller pieces", timed=True)
+        yield Lever((("train.micro_batch", "auto"),), 2.0, "the same batch in smaller micro-batches", timed=True)
     if train.loss == "plain":
-        yield Lever((("train.loss", "auto"),), 1.0, "logits are made and dropped in chunks; the same loss")
+        yield Lever((("train.loss", "auto"),), 1.0, "logits are computed and freed in chunks; the same loss")
     if not recomputes_all(train.gradient_checkpointing):
-        note = "activations are computed again in backward; the same gradients"
+        note = "activations are recomputed in the backward pass; the same gradients"
         yield Lever((("train.gradient_checkpointing", True),), 30.0, note, timed=True)
 
 
@@ -104,12 +105,15 @@ def _tile_levers(spec: RunSpec, facts: ModelFacts) -> Iterator[Lever]:
 def _offload_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
     """Offloads switched on; or off, if the host's memory is too small for the run's offloads."""
     offloads = {
-        "train.activation_offload": (45.0, "activations wait in host memory until backward; the same gradients"),
+        "train.activation_offload": (
+            45.0,
+            ("activations are kept in host memory until the backward pass; the same gradients"),
+        ),
         "train.optimizer_offload": (35.0, "optimizer state in host memory between steps; the same updates"),
     }
     for key, (slower, note) in offloads.items():
         if value_of(spec, key) and not plan.host_fits:
-            yield Lever(((key, False),), 0.0, "what the host cannot hold stays on the device")
+            yield Lever(((key, False),), 0.0, "what does not fit in host memory stays on the device")
         elif not value_of(spec, key) and spec.profile.device.kind != "cpu":
             yield Lever(((key, True),), slower, note, timed=key == "train.activation_offload")
 
@@ -123,7 +127,7 @@ def _parallel_levers(spec: RunSpec) -> Iterator[Lever]:
         changes: tuple[tuple[str, Any], ...] = (("parallel.strategy", "sharded"),)
         if parallel.shard != "parameters":
             changes += (("parallel.shard", "parameters"),)
-        note = "each device holds a part of weights, gradients and optimizer state; the same updates"
+        note = "each device holds part of the weights, gradients and optimizer state; the same updates"
         yield Lever(changes, 20.0, note)
     elif parallel.shard == "gradients":
         note = "weights are gathered for every use; the same updates"
@@ -138,15 +142,18 @@ def _arithmetic_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
     """Levers that lower the precision of numbers or change how they are rounded."""
     method, train, wide = spec.recipe.method, spec.recipe.train, plan.config.base_bytes == 4
     if method.adapter_dtype == "float32" and not wide:
-        note = "adapters in bf16: half of their bytes and gradients; updates are rounded as train.rounding says"
+        note = (
+            "adapters in bf16: half the memory of adapters and their gradients; updates are rounded as set by "
+            "train.rounding"
+        )
         yield Lever((("method.adapter_dtype", "bfloat16"),), 0.0, note, changes_arithmetic=True, quality=8.0)
-    by_chance = "rounded up or down by chance: right on average, each step off by less than 1/128 of itself"
+    by_chance = "rounded up or down at random: exact on average, each step off by less than 1/128 of its value"
     rounds = plan.config.trains_in_bfloat16 or not wide
     if rounds and train.rounding == "exact":
-        note = f"2 bytes a weight less: weights trained in bf16 are {by_chance}"
+        note = f"2 bytes less per weight: weights trained in bf16 are {by_chance}"
         yield Lever((("train.rounding", "stochastic"),), 1.0, note, changes_arithmetic=True, quality=4.0)
     if rounds and train.state_dtype == "float32":
-        note = f"4 bytes a weight less with adamw, for weights trained in bf16: moments {by_chance}"
+        note = f"4 bytes less per weight with adamw, for weights trained in bf16: moments {by_chance}"
         yield Lever((("train.state_dtype", "bfloat16"),), 2.0, note, changes_arithmetic=True, quality=4.0)
     if train.optimizer == "adamw":
         note = "optimizer state in 8 bits (bitsandbytes): moments are rounded to one of 256 values"
@@ -159,13 +166,13 @@ def _arithmetic_levers(spec: RunSpec, plan: Plan) -> Iterator[Lever]:
 
 
 def _learning_levers(spec: RunSpec, plan: Plan, facts: ModelFacts) -> Iterator[Lever]:
-    """Yield levers that change what is learned: LoRA instead of full fine-tuning, lower ranks, smaller images, shorter
-    sequences."""
+    """Yield levers that change the training result: LoRA instead of full fine-tuning, lower ranks, smaller images,
+    shorter sequences."""
     method, longest = spec.recipe.method, plan.length
     if method.kind == "full":
         changes: list[tuple[str, Any]] = [("method.kind", "lora"), ("method.train_only", []), ("method.freeze", [])]
         kept = tuple(change for change in changes if value_of(spec, change[0]) != change[1])
-        note = "adapters instead of all weights; raise the learning rate about tenfold"
+        note = "adapters instead of all weights; raise the learning rate about ten times"
         yield Lever(kept, 0.0, note, True, timed=True, quality=20.0)
     rank = method.rank // 2
     while method.kind == "lora" and rank >= LOWEST_RANK:
@@ -175,7 +182,7 @@ def _learning_levers(spec: RunSpec, plan: Plan, facts: ModelFacts) -> Iterator[L
     yield from _image_levers(plan, facts)
     length = longest // 2
     while length >= SHORTEST:
-        note = f"samples longer than {length} tokens are dropped or cut"
+        note = f"samples longer than {length} tokens are dropped or truncated"
         yield Lever((("data.max_length", length),), 0.0, note, True, timed=True, quality=15.0 * longest / length)
         length //= 2
 
@@ -189,7 +196,7 @@ def _image_levers(plan: Plan, facts: ModelFacts) -> Iterator[Lever]:
         return
     tokens = plan.image_tokens // 2
     while tokens >= FEWEST_IMAGE_TOKENS:
-        note = f"images of at most {tokens} tokens each: larger ones are scaled down"
+        note = f"images of at most {tokens} tokens; larger ones are scaled down"
         changes = (("data.image_max_pixels", tokens * encoder.pixels_per_token),)
         yield Lever(changes, 0.0, note, True, quality=12.0 * plan.image_tokens / tokens)
         tokens //= 2
@@ -199,21 +206,21 @@ def room_levers(spec: RunSpec) -> Iterator[Lever]:
     """Levers that use the unused memory of a run that fits, each without the others."""
     recipe = spec.recipe
     if recipe.train.gradient_checkpointing not in (False, "auto"):
-        note = "nothing is computed twice; the same gradients"
+        note = "nothing is recomputed; the same gradients"
         yield Lever((("train.gradient_checkpointing", False),), -25.0, note, timed=True)
     if recipe.train.micro_batch != "auto" and recipe.train.micro_batch < recipe.sequences_per_step:
-        yield Lever((("train.micro_batch", "auto"),), -5.0, "as many sequences at once as fit", timed=True)
+        yield Lever((("train.micro_batch", "auto"),), -5.0, "as many sequences per micro-batch as fit", timed=True)
     if not keeps_all_lengths(recipe):
         length = 2 * recipe.data.max_length
         yield Lever((("data.max_length", length),), 0.0, "longer samples are kept", True, timed=True)
     if recipe.method.kind == "lora":
-        yield Lever((("method.rank", 2 * recipe.method.rank),), 0.0, "adapters of twice the rank", True, timed=True)
+        yield Lever((("method.rank", 2 * recipe.method.rank),), 0.0, "adapters with twice the rank", True, timed=True)
 
 
 MOST_NAMED = 2
 """Changes named at most."""
 LAST_RESORT = "a smaller model.id, or a device with more memory"
-SIMULATE_CHANGES = "tunedeck advise with the same arguments simulates changes, one after the other"
+SIMULATE_CHANGES = "tunedeck advise with the same arguments simulates changes one by one"
 """Stands for the changes of a simulated run, if this machine keeps no simulation of a changed one."""
 
 

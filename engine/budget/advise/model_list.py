@@ -198,7 +198,7 @@ def _not_worth_simulating(missing: object, parameters: int) -> str:
     if least > missing.profile.device.capacity_bytes:
         return f"weights and their gradients alone are {least / 2**30:.0f} GiB"
     if missing.recipe.train.activation_offload or missing.recipe.train.optimizer_offload:
-        return "does not fit without offloads; what they save is not simulated for this list"
+        return "does not fit without offloading, which is not simulated for this list"
     return ""
 
 

@@ -38,8 +38,8 @@ def settle_sequence(spec: RunSpec, facts: RunFacts) -> Settled:
         fitting = next((size for size in sizes if _longest_fits(with_sequence(spec, size), facts)), None)
     except (ConfigNotHereError, UnknownArchitectureError) as error:
         raise UsageError(
-            f'parallel.sequence = "auto" is decided by the memory plan, and there is none: {error.found}',
-            expected=f"a number of devices that share a sequence, a divisor of {devices}",
+            f'parallel.sequence = "auto" needs a memory plan, and there is none: {error.found}',
+            expected=f"a number of devices that share a sequence: a divisor of {devices}",
             fix=error.fix or f"--set parallel.sequence={devices}",
         ) from error
     chosen = with_sequence(spec, fitting or sizes[-1])
@@ -85,8 +85,8 @@ def recorded(spec: RunSpec, key: str, line: str) -> RunSpec:
 def _notice(spec: RunSpec, *, fits: bool) -> str:
     size = spec.profile.parallel.sequence
     if not fits:
-        return f'parallel.sequence = "auto": {size}, the most that is possible, and the longest sequence does not fit'
-    shared = f"{size} devices share a sequence" if size > 1 else "each device has whole sequences"
+        return f'parallel.sequence = "auto": {size}, the maximum, but the longest sequence does not fit'
+    shared = f"{size} devices share a sequence" if size > 1 else "each device processes whole sequences"
     return f'parallel.sequence = "auto": {shared}; the longest sequence fits'
 
 
@@ -139,7 +139,7 @@ def _choose(spec: RunSpec, facts: RunFacts) -> _Chosen:
         parts = _fit_of(sharded.spec, facts)
     except (ConfigNotHereError, UnknownArchitectureError):
         sharded = settle_sequence(_with_strategy(spec, "sharded"), facts)
-        return _Chosen("sharded", sharded, "no memory plan says that one device holds the whole model")
+        return _Chosen("sharded", sharded, "no memory plan shows that one device can hold the whole model")
     reason = f"it {IN_WORDS[whole[0]]} if replicated; it {IN_WORDS[parts[0]]} if sharded"
     if _order(parts) < _order(whole) or whole[0] == "does_not_fit":
         return _Chosen("sharded", sharded, reason)
@@ -156,7 +156,7 @@ def _obstacle_to_shards(spec: RunSpec) -> str:
     anyway = _refused(_with_strategy(spec, "replicated"))
     for problem in _refused(_with_strategy(spec, "sharded")):
         if problem not in anyway:
-            return f"{problem.partition(':')[0].partition(' beside ')[0]} rules sharding out"
+            return f"{problem.partition(':')[0].partition(' with ')[0]} does not support sharding"
     return "" if can_shard() else f"sharded weights need torch {SHARDS_SINCE}"
 
 

@@ -65,15 +65,15 @@ class Plan:
     learning_rate: float | None = None
     """The peak: the recipe's, or the default of its method."""
     layers: int | None = None
-    """Decoder layers of the model; None if no closed form knows them."""
+    """Decoder layers of the model; None if no memory formula knows them."""
     recomputed_layers: int | None = None
-    """How many of them recompute their activations in backward; None if no closed form knows them."""
+    """How many of them recompute their activations in backward; None if no memory formula knows them."""
     considered: tuple[Choice, ...] = ()
     """The settings that "auto" was chosen from, the best first."""
     time: PlanTime | None = None
-    """None where nothing is known of the device's speed, or no closed form knows the model."""
+    """None where nothing is known of the device's speed, or no memory formula knows the model."""
     simulated_seconds: float | None = None
-    """Duration of the simulation that the prediction is based on; None for a closed form."""
+    """Duration of the simulation that the prediction is based on; None for a memory formula."""
     why_whole: str | None = None
     """Why it ran all layers, where one of a kind could not stand for others."""
     assumed: str | None = None
@@ -173,7 +173,7 @@ def make_plan(spec: RunSpec, *, known: SequenceBounds | None = None, facts: Mode
     """Plan a run on data of which `known` is known: by default what is recorded if they were read before, else that no
     sequence is longer than data.max_length. `facts`: what is known of its model, if that was found before.
 
-    Raises EnvironmentProblem or UsageError when the model's architecture cannot be found or is not known, and
+    Raises EnvironmentProblem or UsageError when the model's architecture cannot be found or is unknown, and
     NotSimulatedError where a simulation is needed first (`engine.launch.other_processes.with_simulations`).
     """
     known = known or known_bounds(spec.recipe)
@@ -226,7 +226,7 @@ def _time(predictor: Predictor | SimulatedPredictor, spec: RunSpec, rows: int, l
 
 def considered(spec: RunSpec, plan: Plan, facts: ModelFacts | None = None) -> list[Choice]:
     """Micro-batches and numbers of recomputing layers, of which the planned one is one, the fastest first. Empty for a
-    family without a closed form."""
+    family without a memory formula."""
     predictor = find_predictor(spec, facts, plan.row_targets)
     if isinstance(predictor, SimulatedPredictor) or plan.recomputed_layers is None:
         return []
@@ -249,7 +249,7 @@ def _image_tokens(predictor: Predictor | SimulatedPredictor) -> int:
 def find_predictor(
     spec: RunSpec, facts: ModelFacts | None = None, row_targets: int | None = None
 ) -> Predictor | SimulatedPredictor:
-    """The predictor of a run: the closed form of its model's family, else a simulation. `row_targets`: as in
+    """The predictor of a run: the memory formula of its model's family, else a simulation. `row_targets`: as in
     `Predictor`. Raises the errors of `make_plan`."""
     try:
         return Predictor((facts or find_facts(spec.recipe.model)).require_architecture(), spec, row_targets)
@@ -308,7 +308,7 @@ def _verdict(
 
 
 def remedies(spec: RunSpec) -> Iterator[RunSpec]:
-    """The run spec, then copies with one remedy more each, cheapest first. They do not change what is learned."""
+    """The run spec, then copies with one remedy more each, cheapest first. They do not change the training result."""
     return (_with_train(spec, changes) for changes in _remedies(spec, None))
 
 

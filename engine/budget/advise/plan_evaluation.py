@@ -53,7 +53,7 @@ class EvaluationPlan:
 
 def plan_evaluation(spec: RunSpec) -> EvaluationPlan:
     """Plan the evaluation of a run's checkpoints after training. Raises the errors of `make_plan`, and
-    UnknownArchitectureError for a family without a closed form, which is not simulated here."""
+    UnknownArchitectureError for a family without a memory formula, which is not simulated here."""
     spec = on_one_device(spec)
     facts = find_facts(spec.recipe.model)
     arch = facts.require_architecture()  # first: a family without a closed form is refused, not simulated

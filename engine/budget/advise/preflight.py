@@ -73,9 +73,9 @@ def _experts_stay_wide(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     narrow = sum(elements(parameter for parameter in layer if parameter.linear) for layer in layers)
     wide, dtype = 1 - narrow / parameter_count(arch), memory_config_of(arch, spec).dtype
     yield (
-        f'model.quantize = "nf4" leaves {100 * wide:.0f} % of this model in {dtype}: 4-bit '
-        "loading knows linear layers only, not fused experts, and the plan counts them so; "
-        'model.quantize = "none" is faster and hardly larger, and several devices with strategy = "sharded" hold less'
+        f'model.quantize = "nf4" leaves {100 * wide:.0f} % of this model in {dtype}: only linear layers are '
+        'loaded in 4 bits, not fused experts (as in the plan); model.quantize = "none" is faster and hardly '
+        'larger, and several devices with strategy = "sharded" need less memory each'
     )
 
 
@@ -85,12 +85,12 @@ def _images(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     if key is None:
         return
     if arch.vision_encoder is None:
-        yield f"{key} is about images, which {spec.recipe.model.id} cannot see: it has no vision encoder"
+        yield f"{key} is for images, but {spec.recipe.model.id} has no vision encoder"
         return
     tokens = arch.vision_encoder.tokens_of(data.image_max_pixels)
     if tokens < data.max_length:
         return
-    what = f"an image takes up to {tokens} tokens, data.max_length is {data.max_length}"
+    what = f"an image takes up to {tokens} tokens, but data.max_length is {data.max_length}"
     if arch.vision_encoder.patches is not None:
         yield f"{what}: samples with images are dropped; raise data.max_length"
         return
@@ -108,7 +108,7 @@ def _offload(facts: ModelFacts, spec: RunSpec) -> Iterator[str]:
     asked = [key for key in ("activation_offload", "optimizer_offload") if getattr(train, key)]
     if asked and spec.profile.device.kind == "cpu":
         keys = " and ".join(f"train.{key}" for key in asked)
-        yield f'{keys} saves nothing with device.kind = "cpu": the host is the device; leave it out'
+        yield f'{keys} has no effect with device.kind = "cpu", where the host is the device; leave it out'
     elif train.activation_offload and recomputes_all(train.gradient_checkpointing):
         yield from _offload_of_checkpoints(facts, spec)
 
@@ -122,8 +122,8 @@ def _offload_of_checkpoints(facts: ModelFacts, spec: RunSpec) -> Iterator[str]:
         return
     length, kept_bytes = plan.length, plan.config.base_bytes * arch.hidden * arch.layers * plan.tokens_per_micro_batch
     yield (
-        "train.activation_offload beside train.gradient_checkpointing moves only the layers' inputs, "
-        f"{kept_bytes / GIB:.2f} GiB for {plan.micro_batch} × {length} tokens, and the run fits without: "
+        "train.activation_offload with train.gradient_checkpointing moves only the layers' inputs, "
+        f"{kept_bytes / GIB:.2f} GiB for {plan.micro_batch} × {length} tokens, and the run fits without it: "
         "set train.activation_offload=false"
     )
 
@@ -135,8 +135,9 @@ def _host_memory(facts: ModelFacts, spec: RunSpec) -> Iterator[str]:
         return
     switched_on = " and ".join(f"train.{name}_offload" for name in OFFLOAD_KEYS if OFFLOAD_KEYS[name] in plan.host)
     yield (
-        f"{switched_on} takes {plan.host_bytes / GIB:.3g} GiB of host memory on each machine, which has "
-        f"{plan.host_capacity_bytes / GIB:.3g}: leave it out, or set device.host_memory_gib to what the machine has"
+        f"{switched_on} needs {plan.host_bytes / GIB:.3g} GiB of host memory on each machine, which has "
+        f"{plan.host_capacity_bytes / GIB:.3g}: leave it out, or set device.host_memory_gib to the machine's "
+        "memory"
     )
 
 
@@ -154,7 +155,7 @@ def notes_on_kernels(spec: RunSpec) -> list[str]:
     if not wants_fused_kernels(spec) or fused_kernels(spec):
         return []
     return [
-        "planned without fused kernels, as liger-kernel is not installed here: where it is, the run is faster and "
+        "planned without fused kernels, because liger-kernel is not installed; with it, the run is faster and "
         f"needs less memory ({install_command('cuda', ['liger-kernel'])})"
     ]
 
@@ -173,7 +174,7 @@ def notes_on_serving(recipe: Recipe) -> list[str]:
         "model.rope_scaling": recipe.model.rope_scaling is not None,
     }
     found = ", ".join(key for key, given in keys.items() if given)
-    return [f"vLLM and SGLang will take the result merged only, because of {found}: docs/handover.md"] if found else []
+    return [f"vLLM and SGLang will need the result merged, because of {found}: docs/handover.md"] if found else []
 
 
 def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
@@ -181,14 +182,14 @@ def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
         return
     if older(torch_version, SHARDS_SINCE):
         yield (
-            f"torch {torch_version}, which is installed here, cannot train this: shards need torch {SHARDS_SINCE}; "
+            f"the installed torch {torch_version} cannot train this: sharding needs torch {SHARDS_SINCE}; "
             f"{install_packages(f'torch=={KNOWN_TORCH[-1]}.*')}"
         )
         return
     yield (
-        f"with torch {torch_version} sharded weights cannot be put back in order after memory ran out: every such "
-        f"failure is a restart of all ranks from the last checkpoint; install torch {KNOWN_TORCH[-1]}, or choose a "
-        "train.micro_batch that is sure to fit"
+        f"with torch {torch_version}, sharded weights cannot be restored after an out-of-memory error: every "
+        f"one restarts all ranks from the last checkpoint; install torch {KNOWN_TORCH[-1]}, or choose a "
+        "train.micro_batch that certainly fits"
     )
 
 
@@ -202,9 +203,9 @@ def _shards_over_machines(facts: ModelFacts, spec: RunSpec) -> Iterator[str]:
     whole = make_plan(spec.model_copy(update={"profile": profile}), facts=facts)
     if whole.verdict == "fits":
         yield (
-            f"weights that are sharded over {machines} machines cross the network in every micro-batch (see the plan), "
-            'and each device holds the whole model: set parallel.strategy="replicated", which exchanges gradients once '
-            "a step"
+            f"weights that are sharded over {machines} machines cross the network in every micro-batch (see "
+            'the plan), although each device can hold the whole model: set parallel.strategy="replicated", '
+            "which exchanges gradients once per step"
         )
 
 
@@ -216,8 +217,8 @@ def _nothing_to_round(arch: Architecture, spec: RunSpec) -> Iterator[str]:
         if value != default and not config.trains_in_bfloat16:
             learning = config.adapter_dtype or config.dtype
             yield (
-                f'{key} = "{value}" changes nothing here: it is about weights that are trained in bfloat16, and these '
-                f"are trained in {learning}; leave it out"
+                f'{key} = "{value}" has no effect: it applies to weights trained in bfloat16, and these are '
+                f"trained in {learning}; leave it out"
             )
 
 
@@ -226,25 +227,27 @@ def _trained_in_float16(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     config = memory_config_of(arch, spec)
     if config.lora and config.dtype == "float16" and config.patterns.also_train:
         yield (
-            "what is trained in full beside LoRA (method.also_train, a router) is trained in float16, where an update "
-            'below 1/2048 of a weight is lost: set model.dtype = "float32", or "bfloat16" where the device has it'
+            "weights trained in full in addition to LoRA (method.also_train, a router) are trained in float16, "
+            'where an update below 1/2048 of a weight is lost: set model.dtype = "float32", or "bfloat16" '
+            "if the device supports it"
         )
 
 
 def _nothing_to_tile(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     asked, why = spec.recipe.train.mlp_tiles, why_whole(arch, spec)
     if asked > 1 and why:
-        yield f"train.mlp_tiles = {asked} changes nothing here: {why}; leave it out"
+        yield f"train.mlp_tiles = {asked} has no effect: {why}; leave it out"
 
 
 def _attention_dropout(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """A kernel that draws the masks itself: what is learned then depends on the division into micro-batches."""
+    """A kernel that draws the masks itself: the training result then depends on the division into micro-batches."""
     if spec.recipe.model.attention_dropout != "keep" or not arch.attention_dropout:
         return
     if memory_config_of(arch, spec).attention != "eager":
         yield (
-            'model.attention_dropout = "keep": the attention kernel draws the masks, so an out-of-memory error or '
-            'another micro-batch changes what is learned; model.attention = "eager" keeps the dropout without that'
+            'model.attention_dropout = "keep": the attention kernel draws the masks, so an out-of-memory '
+            'error or a different micro-batch changes the training result; model.attention = "eager" keeps '
+            "the dropout without this effect"
         )
 
 
@@ -258,8 +261,8 @@ def _generation(arch: Architecture, spec: RunSpec) -> Iterator[str]:
     seconds = new_tokens * (total.weights + total.adapters) / (bandwidth_gbs * 1e9) if bandwidth_gbs else 0.0
     least = f" (at least {seconds:.1f} s for each batch of answers)" if seconds >= 0.1 else ""
     yield (
-        f"evaluations inside training generate up to {new_tokens} tokens a sample: this takes time{least} and the "
-        "memory of the plan's row generate; eval.samples=0 without exact_match avoids it"
+        f"evaluations during training generate up to {new_tokens} tokens per sample, which takes time{least} "
+        "and the memory in the plan's row generate; to avoid it, set eval.samples=0 and leave out exact_match"
     )
 
 
@@ -267,8 +270,9 @@ def _disk(arch: Architecture, spec: RunSpec, free_bytes: int) -> Iterator[str]:
     needed = checkpoints_bytes(arch, spec)
     if needed > free_bytes:
         yield (
-            f"the checkpoints take up to {needed / GIB:.3g} GiB, {free_bytes / GIB:.3g} GiB of disk are free where the "
-            "run is kept: a full disk pauses the run; lower checkpoint.keep, or choose another place with --runs"
+            f"the checkpoints take up to {needed / GIB:.3g} GiB, but {free_bytes / GIB:.3g} GiB of disk are "
+            "free in the runs folder: a full disk pauses the run; lower checkpoint.keep, or choose another "
+            "folder with --runs"
         )
 
 

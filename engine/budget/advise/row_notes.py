@@ -32,16 +32,16 @@ def notes_on_rows(recipe: Recipe) -> list[str]:
     notes = warnings
     if plain:
         notes.append(
-            f"prompts and completions of {', '.join(plain)} are plain text, outside the chat template: ask the trained "
-            "model without it"
+            f"prompts and completions of {', '.join(plain)} are plain text without the chat template: prompt "
+            "the trained model without it"
         )
     if chat and has_template is False and "chat" not in {source.template for source in pairs}:
         notes.append(f"prompts and completions of {', '.join(chat)} are plain text: the model has no chat template")
     elif chat:
         where = "" if has_template else ", if it has one"
         notes.append(
-            f"prompts and completions of {', '.join(chat)} go through the model's chat template{where}; "
-            'template = "none" in the source leaves them plain text'
+            f"prompts and completions of {', '.join(chat)} are rendered with the model's chat template{where}; "
+            'template = "none" in the source keeps them plain text'
         )
     return notes
 

@@ -137,7 +137,7 @@ class Suggestion:
         speed, predicted = speed_text(self.slower_percent), self.tokens_per_second
         speed += f" ({predicted:,.0f} tokens/s)" if predicted else ""
         arithmetic = ", changes arithmetic" if self.changes_arithmetic else ""
-        return speed + arithmetic + (", CHANGES WHAT IS LEARNED" if self.changes_learning else "")
+        return speed + arithmetic + (", CHANGES THE TRAINING RESULT" if self.changes_learning else "")
 
     def as_json(self) -> dict[str, Any]:
         """An entry of what `tunedeck advise --json` prints."""
@@ -185,7 +185,7 @@ def advise(spec: RunSpec, *, known: SequenceBounds | None = None) -> Advice:
 
 
 def _rank(suggestion: Suggestion) -> tuple[int, float]:
-    """Sorts suggestions: the fewest changes of what is learned, then the least cost in speed and quality."""
+    """Sorts suggestions: the fewest changes to the training result, then the least cost in speed and quality."""
     levers = suggestion.levers
     quality = sum(lever.quality for lever in levers)
     return sum(lever.changes_learning for lever in levers), suggestion.slower_percent + quality
@@ -249,8 +249,8 @@ def _suggestions(spec: RunSpec, plan: Plan, known: SequenceBounds | None, facts:
 def _simulated_suggestions(
     spec: RunSpec, plan: Plan, known: SequenceBounds | None, facts: ModelFacts
 ) -> Iterator[Suggestion]:
-    """Yield suggestions for a model family without a closed form, at most MAX_SUGGESTIONS. Each set of levers must be
-    simulated, which takes seconds; so only single levers are tried, and the set of all levers that change neither
+    """Yield suggestions for a model family without a memory formula, at most MAX_SUGGESTIONS. Each set of levers must
+    be simulated, which takes seconds; so only single levers are tried, and the set of all levers that change neither
     learning nor arithmetic."""
     levers = possible_levers(spec, plan, facts)
     free = tuple(lever for lever in levers if not lever.changes_learning and not lever.changes_arithmetic)

@@ -176,8 +176,9 @@ def disk_warnings(planned: StagedPlan, free: int | None) -> list[str]:
         return []
     needed, there = planned.disk_bytes / 2**30, free / 2**30
     return [
-        f"checkpoints and results of all stages take up to {needed:.3g} GiB, {there:.3g} GiB of disk are free where "
-        "the run is kept: a full disk pauses the run; lower checkpoint.keep, or choose another place with --runs"
+        f"checkpoints and results of all stages take up to {needed:.3g} GiB, but {there:.3g} GiB of disk are "
+        "free in the runs folder: a full disk pauses the run; lower checkpoint.keep, or choose another folder "
+        "with --runs"
     ]
 
 

@@ -134,7 +134,7 @@ def predict(arch: Architecture, spec: RunSpec, *, rows: int, length: int) -> Pre
 
 
 class Predictor:
-    """Predicts the memory of micro-batches of one run, by the closed form of its model's family. `row_targets`: most
+    """Predicts the memory of micro-batches of one run, by the memory formula of its model's family. `row_targets`: most
     target tokens of one sequence of the data; None: unknown, every token counts as one."""
 
     def __init__(self, arch: Architecture, spec: RunSpec, row_targets: int | None = None) -> None:

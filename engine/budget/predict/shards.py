@@ -163,9 +163,9 @@ def require_shards() -> None:
     """Raise EnvironmentProblem if torch is too old to shard weights."""
     if not can_shard():
         raise EnvironmentProblem(
-            f'parallel.strategy = "sharded" needs torch {SHARDS_SINCE}, this is {installed("torch")}',
-            fix=f'{install_packages(f"torch=={KNOWN_TORCH[-1]}.*")}, or set parallel.strategy = "replicated" '
-            "if that fits",
+            f'parallel.strategy = "sharded" needs torch {SHARDS_SINCE}, but {installed("torch")} is installed',
+            fix=f'{install_packages(f"torch=={KNOWN_TORCH[-1]}.*")}, or set parallel.strategy = "replicated" if '
+            "it fits",
         )
 
 

@@ -1,4 +1,4 @@
-"""Predicts the memory of model families without a closed form, from a simulation of their steps.
+"""Predicts the memory of model families without a memory formula, from a simulation of their steps.
 
 A process that may import torch simulates a run's step at a few shapes (`engine.extras.simulate.curves`) and writes the
 results to the cache folder; the file's name is a hash of everything that they depend on. `SimulatedPredictor` reads
@@ -50,8 +50,8 @@ TRAIN_KEYS = {
 }  # fmt: skip
 
 ASSUMED = {
-    "masks": "sizes that depend on the tokens are at the most that they can be: no token is left out",
-    "routing": "sizes that depend on a router are at the most that they can be: all tokens go to the same experts",
+    "masks": "sizes that depend on the tokens are at their maximum: no token is left out",
+    "routing": "sizes that depend on a router are at their maximum: all tokens go to the same experts",
 }
 """What a plan says of the assumptions of `engine.extras.simulate.fake_tensors`."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
@@ -151,7 +151,7 @@ def refuse_simulation(spec: RunSpec, unknown: UnknownArchitectureError) -> None:
 def simulated_predictor(
     spec: RunSpec, unknown: UnknownArchitectureError, row_targets: int | None = None
 ) -> SimulatedPredictor:
-    """The predictor of a run whose model family has no closed form. `unknown` is the error that said so; its text is
+    """The predictor of a run whose model family has no memory formula. `unknown` is the error that said so; its text is
     part of the errors raised here. `row_targets`: as in `Predictor`.
 
     Raises:
@@ -168,7 +168,7 @@ def simulated_predictor(
     if "refused" in document:
         raise UnknownArchitectureError(**document["refused"])
     if "problem" in document:
-        raise UnknownArchitectureError(f"{unknown.found}, and a simulation failed: {document['problem']}")
+        raise UnknownArchitectureError(f"{unknown.found}, and the simulation failed: {document['problem']}")
     return SimulatedPredictor(spec, document, row_targets)
 
 

@@ -202,11 +202,11 @@ def why_whole(arch: Architecture, spec: RunSpec) -> str:
     if not arch.has_dense_layers:
         return "every layer of this model is a mixture of experts"
     if resolved_dtype(spec) == "float16" and spec.recipe.method.kind == "full":
-        return "weights in fp32 are computed in float16, and would be cast for each piece anew"
+        return "fp32 weights are computed in float16 and would be cast again for each piece"
     attention = arch.attention_dropout and spec.recipe.model.attention_dropout == "keep"
     eager = arch.attention_dropout and resolved_attention(arch, spec) == "eager"
     if arch.residual_dropout or arch.embedding_dropout or attention or eager:
-        return "this model has dropout of its own, whose masks are told apart by the number of calls"
+        return "this model has its own dropout, whose masks are distinguished by the number of calls"
     return ""
 
 

@@ -275,7 +275,7 @@ PREFERENCE_LOSSES = ("dpo", "ipo", "simpo", "orpo", "kto")
 
 REWARD_METHODS = ("ppo", "grpo", "rlhf", "reward")
 
-WITHOUT_REWARDS = 'preferences are learned with method.objective = "dpo"; training on rewards does not exist'
+WITHOUT_REWARDS = 'preference training is method.objective = "dpo"; training on rewards is not supported'
 
 
 def translate_key(key: str, value: Any, siblings: Siblings) -> tuple[str, str] | None:

@@ -105,7 +105,7 @@ def _wrong_file(model: type[Table], data: Data) -> list[Problem]:
             Problem(
                 ("schema",),
                 str(version),
-                f"this Tunedeck reads schema {SCHEMA_VERSION}: the file is newer, update Tunedeck",
+                f"this version of Tunedeck reads schema {SCHEMA_VERSION}: the file is newer, so update Tunedeck",
             )
         ]
     option = {"profile": "-p", "recipe": "-r", "run": "--run-spec"}
@@ -123,7 +123,9 @@ def _visible_notes(data: Data) -> Data:
 def _unsafe_values(model: type[Table], node: Any, place: Place = ()) -> Iterator[Problem]:
     """Values that are never allowed: text with control characters, numbers of more than 64 bits."""
     if isinstance(node, str) and (hit := UNSAFE.search(node)):
-        yield Problem(place, f"{quoted(node)} holds the control character {visible(hit[0])}", "plain text is allowed")
+        yield Problem(
+            place, f"{quoted(node)} contains the control character {visible(hit[0])}", "plain text is allowed"
+        )
     if isinstance(node, int) and not -(2**63) <= node < 2**63:
         yield Problem(place, quoted(node), INTEGER_RANGE)
     children: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
@@ -168,11 +170,12 @@ def _problem(model: type[Table], data: Data, place: Place, kind: str) -> Problem
 
 
 def _found(value: Any, allowed: str) -> str:
-    if isinstance(value, str) and "number" in allowed:
+    numeric = "number" in allowed or "integer" in allowed
+    if isinstance(value, str) and numeric:
         return f"{quoted(value)} is text" + (", write the number without quotes" if _is_number(value) else "")
     if isinstance(value, str) and allowed == "true or false":
         return f"{quoted(value)} is text, write it without quotes"
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and "number" in allowed:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and numeric:
         return quoted(value)
     kinds = {str: "text", bool: "true or false", list: "a list", dict: "a table", int: "a number", float: "a number"}
     kind = kinds.get(type(value), "a date or time")
@@ -209,13 +212,11 @@ def _unknown_key(model: type[Table], data: Data, place: Place, value: Any) -> Pr
     key, table = str(place[-1]), describe.table_at(model, place[:-1])
     known = list(describe.fields_of(table)) if table else []
     if key.lower().replace("-", "_") == "trust_remote_code":
-        return Problem(
-            place, "a file can never allow remote code", "only --trust-remote-code on your own command line does"
-        )
+        return Problem(place, "a file cannot allow remote code", "use --trust-remote-code on the command line")
     if answer := translate_key(key, value, _scalars(data)):
-        return Problem(place, f"unknown key, {answer[0]}'s name", f"here it is {answer[1]}")
+        return Problem(place, f"unknown key, from {answer[0]}", f"here it is {answer[1]}")
     if reason := NO_COUNTERPART.get(key.lower().replace("-", "_")):
-        return Problem(place, "unknown key, another tool's name", reason)
+        return Problem(place, "unknown key, from another tool", reason)
     longer = next((name for name in known if key.lower() in name.split("_")), None)  # "steps" for "every_steps"
     if meant := closest_match(key, known) or longer:
         return Problem(place, "unknown key", f"did you mean {key_text((*place[:-1], meant), data)}?")

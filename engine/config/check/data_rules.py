@@ -37,7 +37,7 @@ def source_has_one_origin(recipe: Recipe) -> Problems:
                 ((*place, "path"),),
             )
         if source.config is not None and source.hub is None and not _may_be_folder(source.path):
-            allowed = "only a data set on the hub, or a folder that was downloaded from it, has configurations"
+            allowed = "only data sets on the hub, or folders downloaded from it, have configurations"
             yield Problem((*place, "config"), "config without hub", allowed)
         if source.hub is not None and source.hub.startswith((".", "/", "~")):
             yield Problem((*place, "hub"), f"{quoted(source.hub)} is a path", "a file or folder goes in path")
@@ -72,7 +72,7 @@ def something_to_train_on(recipe: Recipe) -> Problems:
     if not any(source.enabled for source in recipe.data.sources):
         places: list[Place] = [("data", "sources", index, "enabled") for index in range(len(recipe.data.sources))]
         yield Problem(
-            places[0], "every source is switched off", "at least one source with enabled = true", tuple(places[1:])
+            places[0], "every source is disabled", "at least one source with enabled = true", tuple(places[1:])
         )
 
 
@@ -80,8 +80,8 @@ def one_kind_of_validation(recipe: Recipe) -> Problems:
     if recipe.data.valid_fraction > 0 and recipe.data.validation:
         yield Problem(
             ("data", "valid_fraction"),
-            f"{recipe.data.valid_fraction:g} beside [[data.validation]]",
-            "one of them is allowed: a share held out, or a set of its own",
+            f"{recipe.data.valid_fraction:g} together with [[data.validation]]",
+            "one of them is allowed: a fraction of the training data, or separate data",
             (("data", "validation"),),
         )
 
@@ -91,12 +91,12 @@ def overlap_leaves_room(recipe: Recipe) -> Problems:
     if recipe.data.overlap > most:
         yield Problem(
             ("data", "overlap"),
-            f"{recipe.data.overlap} beside max_length = {recipe.data.max_length}",
+            f"{recipe.data.overlap} with max_length = {recipe.data.max_length}",
             f"{most} or less is allowed, half of max_length",
             (("data", "max_length"),),
         )
     if recipe.data.overlap and recipe.data.over_length not in ("auto", "split"):
-        found = f"overlap beside over_length = {quoted(recipe.data.over_length)}"
+        found = f"overlap with over_length = {quoted(recipe.data.over_length)}"
         yield Problem(("data", "overlap"), found, 'over_length = "split" is needed')
 
 
@@ -114,7 +114,7 @@ def image_sizes_in_order(recipe: Recipe) -> Problems:
 def image_root_has_images(recipe: Recipe) -> Problems:
     for place, source in sources_of(recipe):
         if source.image_root is not None and source.format not in IMAGE_FORMATS:
-            found = f'image_root beside format = "{source.format}"'
+            found = f'image_root with format = "{source.format}"'
             wanted = " or ".join(map(quoted, IMAGE_FORMATS))
             yield Problem((*place, "image_root"), found, f"format = {wanted} is needed")
 

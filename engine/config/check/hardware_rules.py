@@ -93,7 +93,8 @@ def problems_on_device(profile: Profile, recipe: Recipe) -> Problems:
         yield Problem(
             ("model", "attention_dropout"),
             f'"keep" on device.kind = {quoted(profile.device.kind)}',
-            'kernels other than "eager" drop on CUDA devices only; set model.attention = "eager", or leave it out',
+            'kernels other than "eager" support dropout only on CUDA devices; set model.attention = '
+            '"eager", or leave out model.attention_dropout',
         )
     yield from _bfloat16_is_native(profile, recipe)
     yield from _flash_runs_on_the_gpu(profile, recipe)
@@ -177,7 +178,7 @@ def _one_device_notice(profile: Profile, asked: dict[str, Any]) -> str:
     if asked.get("strategy", "single") == "single" and asked.get("sequence", 1) == 1:
         return ""
     written = ", ".join(f"{key} = {quoted(value)}" for key, value in asked.items())
-    return f"the recipe's [parallel] ({written}) is left out: profile {profile.name} has one device"
+    return f"the recipe's [parallel] ({written}) is not used: profile {profile.name} has one device"
 
 
 def problems_of_parallel(profile: Profile, recipe: Recipe) -> list[Problem]:
@@ -203,14 +204,14 @@ def require_matching_devices(spec: RunSpec) -> None:
     given, count = spec.limits.devices, spec.profile.device.count
     if given and spec.profile.device.kind != "cuda":
         raise UsageError(
-            f"--devices names GPUs, and profile {spec.profile.name!r} has device.kind = {spec.profile.device.kind!r}",
-            fix="leave --devices out, or choose a profile for GPUs",
+            f"--devices selects GPUs, but profile {spec.profile.name!r} has device.kind = {spec.profile.device.kind!r}",
+            fix="leave out --devices, or choose a profile for GPUs",
         )
     if given and len(given) != count:
         raise UsageError(
-            f"--devices names {len(given)}, and profile {spec.profile.name!r} has device.count = {count}",
+            f"--devices lists {len(given)}, but profile {spec.profile.name!r} has device.count = {count}",
             expected=f"{count} {'index' if count == 1 else 'indices'}",
-            fix="name as many, or choose another profile",
+            fix=f"list {count}, or choose another profile",
         )
 
 
@@ -219,6 +220,6 @@ def require_launcher(spec: RunSpec) -> None:
     machines = spec.profile.nodes.count
     if machines > 1:
         raise UsageError(
-            f"profile {spec.profile.name!r} has {machines} machines, and this command starts processes on one",
-            fix="write a script that starts the run on all of them: tunedeck launch with the same -p and -r",
+            f"profile {spec.profile.name!r} has {machines} machines, but this command starts processes on one",
+            fix="write a script that starts the run on all machines: tunedeck launch with the same -p and -r",
         )

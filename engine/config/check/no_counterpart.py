@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 WITHOUT_EFFECT: dict[str, str] = {
-    "each run has its own folder below --runs, with its logs": (
+    "each run has its own folder in --runs, with its logs": (
         "output_dir overwrite_output_dir logging_dir run_name wandb_name wandb_run_id swanlab_experiment_name log_dir "
         "name trackio_run_name dataset_prepared_path tokenized_path tensorboard_dir save_only_model save_safetensors "
         "plot_loss log_level logging_strategy logging_first_step log_peak_memory_stats include_num_input_tokens_seen "
@@ -39,7 +39,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         "experimental_skip_move_to_device task"
     ),
     "remote code is allowed only by --trust-remote-code on your command line": "trust_remote_code",
-    "the engine chooses kernels that compute the same: the fastest that passes its check at startup": (
+    "the engine chooses equivalent kernels: the fastest that passes its check at startup": (
         "tf32 liger_rms_norm liger_glu_activation liger_layer_norm liger_rope liger_rms_norm_gated "
         "liger_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel use_kernels use_scattermoe use_sonicmoe "
         "experts_implementation fused_attn_kernel gemma4_hybrid_attn_impl flash_attn_cross_entropy "
@@ -64,7 +64,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         "use_distributed_state_dict overlap_param_gather overlap_grad_reduce use_distributed_optimizer "
         "torch_empty_cache_steps use_cpu data_shared_file_system ep_size ep_dispatcher ddp_backend"
     ),
-    "sharding and sequence parallelism take the place of tensor, pipeline and expert parallelism": (
+    "sharding and sequence parallelism replace tensor, pipeline and expert parallelism": (
         "tensor_parallel_size tensor_parallel_dim tensor_parallel_plan expert_parallel_size expert_model_parallel_size "
         "tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel moe_token_dispatcher_type "
         "expert_parallel_num_nvl_bytes expert_parallel_token_capacity virtual_pipeline_model_parallel_size"
@@ -78,51 +78,51 @@ WITHOUT_EFFECT: dict[str, str] = {
         "total_num_tokens sample_packing_group_size collate_fn multipack_real_batches use_packed_sequences "
         "batching_workers max_packed_sequence_len"
     ),
-    "columns are chosen by the format of a source, and rows are read as they are needed": (
+    "columns are chosen by the format of a source, and rows are read when they are needed": (
         "remove_unused_columns skip_prepare_dataset overwrite_cache load_from_cache_file preprocessing_batch_size "
         "streaming streaming_multipack_buffer_size dataloader_pin_memory dataloader_prefetch_factor buffer_size "
         "dataset_dir dataset_keep_in_memory pin_memory split_across_devices dataloader_persistent_workers lazy_tokenize"
     ),
-    "the order of samples is random in every epoch, drawn by train.seed": "shuffle_seed shuffle_merged_datasets",
+    "the order of samples is random in every epoch, set by train.seed": "shuffle_seed shuffle_merged_datasets",
     "the template ends each turn with its end token, and that token is trained": "eot_tokens",
     "padding is never trained": "pad_token tokenizer_padding_side padding_side ignore_pad_token_for_loss",
     "the engine finds the batch size of evaluation": (
         "per_device_eval_batch_size eval_batch_size batch_size_val eval_accumulation_steps"
     ),
-    "evaluation runs where there is a validation set; training always runs": (
+    "evaluation runs if there is a validation set; training always runs": (
         "do_train do_eval do_predict eval_table_size eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval "
         "compute_accuracy greater_is_better save_first_step eval_num_beams prediction_loss_only eval_table_max"
     ),
-    "an adapter is saved as an adapter; `tunedeck merge` or [finish] merge writes whole weights": (
+    "an adapter is saved as an adapter; `tunedeck merge` or [finish] merge writes full weights": (
         "save_adapter_weights_only merge_lora lora_merge_method"
     ),
     "the layout of a layer's weight is read from the model": "lora_fan_in_fan_out",
     "a run stops when its loss is not finite": "loss_watchdog_threshold loss_watchdog_patience",
     "profiling is not part of a recipe": "profiler use_pytorch_profiler",
-    "the layout in which experts are stored does not change them": "llama4_linearized_experts",
+    "the storage layout of experts does not change them": "llama4_linearized_experts",
     "the plan keeps memory low (train.optimizer_offload, train.activation_offload)": "optimizer_in_bwd",
     "train.mlp_tiles takes the number of pieces; the result is the same without them": (
         "tiled_mlp tiled_mlp_use_original_mlp"
     ),
-    "the base's own config says how it is quantised": "gptq gptq_groupsize gptq_model_v1 gptq_disable_exllama",
+    "the base's config sets its quantisation": "gptq gptq_groupsize gptq_model_v1 gptq_disable_exllama",
     "rows that are added for alignment get no token": "resize_token_embeddings_to_32x",
     "videos are not read": "video_max_pixels video_fps video_maxlen fps_max_frames",
-    "`tunedeck launch` says where a job runs": (
+    "`tunedeck launch` sets where a job runs": (
         "provider gpu gpu_count node_count volumes branch dockerfile_commands memory timeout memory_preprocess "
         "timeout_preprocess secrets project_name env"
     ),
-    "weights in fp32 with arithmetic in bf16 train as bf16 weights with exact rounding do": "mixed_precision",
+    "fp32 weights with bf16 arithmetic train like bf16 weights with exact rounding": "mixed_precision",
     "[generate] and [evaluate] set how answers are generated": (
         "predict_with_generate sample_backend max_new_tokens do_sample temperature top_p top_k num_beams "
         "repetition_penalty stream"
     ),
-    "weights are stored on disk in 4 bits by bitsandbytes' own types": "bnb_4bit_quant_storage",
+    "weights on disk use 4-bit types of bitsandbytes": "bnb_4bit_quant_storage",
 }
 """A reason to the keys, in lower case with '_', that change nothing about what is trained."""
 
 WITH_EFFECT: dict[str, str] = {
-    "a tokenizer of another library can split text differently": "tokenizer_use_mistral_common tokenizer_legacy",
-    "the config of another model replaces this model's": "base_model_config cls_model_config",
+    "a tokenizer from another library can split text differently": "tokenizer_use_mistral_common tokenizer_legacy",
+    "the config of another model would replace this model's": "base_model_config cls_model_config",
     "image sizes are set by data.image_max_pixels and data.image_min_pixels": "image_size image_resize_algorithm",
     "plugins are code that can change training": "plugins",
     "the loss of a step is the mean over its target tokens on all devices": "average_tokens_across_devices",
@@ -136,11 +136,11 @@ WITH_EFFECT: dict[str, str] = {
     "special tokens other than the padding token are those of the tokenizer and its chat template": (
         "special_tokens eos_token bos_token unk_token new_special_tokens special_tokens_map added_tokens_overrides"
     ),
-    "the model's own chat template is used; model.chat_template takes another": "template prompt_template tool_format",
+    "the model's chat template is used; to change it, set model.chat_template": "template prompt_template tool_format",
     "data.template_args passes variables to the chat template, such as enable_thinking = false": (
         "preserve_thinking add_non_thinking_prefix response_prefix"
     ),
-    "the loss counts all target tokens alike": "loss_scale token_weights",
+    "the loss weighs all target tokens equally": "loss_scale token_weights",
     "double quantisation is always on with nf4": (
         "double_quantization bnb_config_kwargs use_bnb_nested_quant bnb_4bit_use_double_quant"
     ),
@@ -148,10 +148,8 @@ WITH_EFFECT: dict[str, str] = {
     '8-bit base weights are not supported: choose model.quantize = "none" (16 bits) or "nf4" (4 bits)': (
         "load_in_8bit quantize_base"
     ),
-    "experts are quantised as the other layers are": "quantize_moe_experts nvfp4_merge_aware dsv4_fp4_grouped_mode",
-    "a published quantisation is removed when the base is loaded": (
-        "model_quantization_config model_quantization_config_kwargs"
-    ),
+    "experts are quantised like the other layers": "quantize_moe_experts nvfp4_merge_aware dsv4_fp4_grouped_mode",
+    "the base is dequantised when it is loaded": ("model_quantization_config model_quantization_config_kwargs"),
     "adapters start from zero; other initial values are not supported": (
         "pissa_init pissa_iter pissa_convert init_lora_weights init_weights peft_init_lora_weights loftq_config peft "
         "lora_bias lorap_lr_ratio"
@@ -164,7 +162,7 @@ WITH_EFFECT: dict[str, str] = {
         "loraplus_lr_ratio loraplus_lr_embedding loraplus_lr_target"
     ),
     "train.groups gives embeddings their own learning rate": "embedding_lr embedding_lr_scale",
-    "the vocabulary grows by model.add_tokens alone": "resize_vocab",
+    "the vocabulary only grows by model.add_tokens": "resize_vocab",
     "this optimizer is not supported; train.optimizer has the list": (
         "use_galore galore_layerwise galore_target galore_rank galore_scale galore_update_interval galore_proj_type "
         "use_apollo apollo_layerwise apollo_target apollo_rank apollo_scale apollo_scale_type apollo_proj "
@@ -172,19 +170,19 @@ WITH_EFFECT: dict[str, str] = {
         "badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode badam_verbose use_adam_mini "
         "use_muon optim_args optim_target_modules optim_config"
     ),
-    "single values of a model's config are not changed, except model.rope_scaling": (
+    "values of a model's config cannot be changed, except with model.rope_scaling": (
         "model_config overrides_of_model overrides_of_model_config model_init_kwargs model_kwargs"
     ),
-    "this shape of the learning rate is not supported": (
+    "this learning rate schedule is not supported": (
         "lr_quadratic_warmup cosine_constant_lr_ratio lr_groups lr_scheduler_kwargs lr_scheduler_config "
         "lr_decay_style lr_wsd_decay_style"
     ),
-    "a prompt is cut together with its answer, at data.max_length": (
+    "prompt and answer are truncated together, at data.max_length": (
         "max_prompt_length max_completion_length max_target_length truncation_mode"
     ),
     "noise on embeddings is not supported": "neftune_noise_alpha noisy_embedding_alpha",
     "short samples are kept": "min_sample_len",
-    "the reference of a preference loss is the model as it is at the start": (
+    "the reference of a preference loss is the model at the start": (
         "ref_model ref_model_adapters sync_ref_model ref_adapter_name ref_model_mixup_alpha ref_model_sync_steps "
         "reference_free precompute_ref_log_probs_file"
     ),
@@ -194,11 +192,11 @@ WITH_EFFECT: dict[str, str] = {
     ),
     "sources are mixed by data.sources.NAME.weight": "mix_strategy interleave_probs stopping_strategy",
     "one validation loss over all validation sources": "eval_on_each_dataset",
-    "evaluation cuts at data.max_length": "eval_sequence_len",
+    "evaluation truncates at data.max_length": "eval_sequence_len",
     "a reward per conversation is not read": "kto_sample",
 }
 """A reason to the keys that can change what is trained: an import asks the user about each, unless its value is one
-that changes nothing here (NEUTRAL)."""
+that has no effect here (NEUTRAL)."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "average_tokens_across_devices": (True,),
@@ -245,7 +243,7 @@ OTHER_TRAINING: dict[str, str] = {
     ),
     "classifiers are not supported": "num_labels",
     "training with experts on the CPU is not supported": "use_kt kt_config",
-    'model.init = "random" starts from new weights; an imported file never does': "reinit_weights",
+    'model.init = "random" starts from new weights; imported recipes do not set it': "reinit_weights",
     "binary weights are not supported": "use_onebitllms",
 }
 """A reason to the keys that, when they are on, make a training that cannot be imported as anything else."""

@@ -35,8 +35,8 @@ def frozen_router_note(recipe: Recipe) -> str | None:
     if not recipe.moe.aux_loss_weight or not recipe.freezes_router:
         return None
     return (
-        f"moe.aux_loss_weight = {recipe.moe.aux_loss_weight:g}, but the routers are frozen: only what is trained "
-        "before them learns from it; set moe.freeze_router = false to train them"
+        f"moe.aux_loss_weight = {recipe.moe.aux_loss_weight:g}, but the routers are frozen: it only affects "
+        "trained weights before them; set moe.freeze_router = false to train them"
     )
 
 
@@ -45,7 +45,7 @@ def unused_tracker_note(recipe: Recipe) -> str | None:
     given = [f"trackers.{key}" for key in ("project", "tags") if getattr(trackers, key)]
     if trackers.use or not given:
         return None
-    return f"{' and '.join(given)}: no effect, because trackers.use names no tracker"
+    return f"{' and '.join(given)}: no effect, because trackers.use is empty"
 
 
 ADAPTER_KEYS = ("rank", "alpha", "dropout", "adapter_dtype")
@@ -73,32 +73,32 @@ def _when(condition: bool, key: str) -> str | None:
 
 def _in_shards(spec: RunSpec, key: str, written: str, unbuilt: tuple[str, ...]) -> str | None:
     sharded = spec.profile.parallel.strategy == "sharded"
-    return _when(sharded and written in unbuilt, f'{key} = "{written}" beside parallel.strategy = "sharded"')
+    return _when(sharded and written in unbuilt, f'{key} = "{written}" with parallel.strategy = "sharded"')
 
 
 def _images_in_shards(spec: RunSpec) -> str | None:
     """All ranks must gather a layer's shards together, but a rank whose samples have no image would not gather the
     vision encoder's."""
     key = image_key(spec.recipe)
-    return key and _when(spec.profile.parallel.strategy == "sharded", f'{key} beside parallel.strategy = "sharded"')
+    return key and _when(spec.profile.parallel.strategy == "sharded", f'{key} with parallel.strategy = "sharded"')
 
 
 def _compiled(spec: RunSpec, condition: bool, beside: str) -> str | None:
-    return _when(spec.recipe.train.compile and condition, f"train.compile beside {beside}")
+    return _when(spec.recipe.train.compile and condition, f"train.compile with {beside}")
 
 
 UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
-    (_images_in_shards, "sharding of a model that is trained on images"),
+    (_images_in_shards, "sharding models that are trained on images"),
     (
         lambda spec: _when(
             bool(spec.recipe.model.add_tokens) and spec.profile.parallel.strategy == "sharded",
-            'model.add_tokens beside parallel.strategy = "sharded"',
+            'model.add_tokens with parallel.strategy = "sharded"',
         ),
-        "sharding of an embedding that grows",
+        "sharding embeddings with added tokens",
     ),
     (
         lambda spec: _in_shards(spec, "model.quantize", spec.recipe.model.quantize, ("nf4",)),
-        "sharding of 4-bit weights",
+        "sharding 4-bit weights",
     ),
     (
         lambda spec: _in_shards(spec, "train.optimizer", spec.recipe.train.optimizer, ("adafactor", "adamw_8bit")),
@@ -106,19 +106,19 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
     ),
     (
         lambda spec: _compiled(spec, spec.profile.parallel.strategy == "sharded", 'parallel.strategy = "sharded"'),
-        "torch.compile of layers whose weights are gathered from shards",
+        "torch.compile for layers with sharded weights",
     ),
     (
         lambda spec: _compiled(spec, spec.profile.parallel.sequence > 1, "parallel.sequence > 1"),
-        "torch.compile of layers that exchange parts of sequences between ranks",
+        "torch.compile for layers that exchange parts of sequences between ranks",
     ),
     (
         lambda spec: _compiled(spec, spec.recipe.method.dropout > 0, "method.dropout > 0"),
-        "torch.compile of dropout whose masks do not depend on the split",
+        "torch.compile for dropout with masks that do not depend on the micro-batch",
     ),
     (
         lambda spec: _compiled(spec, spec.recipe.train.mlp_tiles > 1, "train.mlp_tiles > 1"),
-        "torch.compile of layers whose backward pass computes parts of them again",
+        "torch.compile for layers that recompute parts in their backward pass",
     ),
 )
 """(the key as the user wrote it, or None if unused; name of the missing feature)."""
@@ -127,7 +127,7 @@ UNSUPPORTED_FEATURES: tuple[tuple[Callable[[RunSpec], Any], str], ...] = (
 def refuse_unsupported(spec: RunSpec) -> None:
     """Raises SpecError."""
     found = [
-        f"{written}: this version does not do {feature} yet"
+        f"{written}: this version does not support {feature}"
         for part in (stage_specs(spec) if spec.recipe.stages else [spec])
         for asks, feature in UNSUPPORTED_FEATURES
         if (written := asks(part))

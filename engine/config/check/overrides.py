@@ -20,8 +20,8 @@ EXCLUSIVE = {"path": "hub", "hub": "path", "warmup_ratio": "warmup_steps", "warm
 
 PROFILE_TABLES = ("device", "parallel", "nodes")
 NOT_SETTABLE = {
-    "schema": "it belongs to the file",
-    "kind": "it belongs to the file",
+    "schema": "it belongs in the file",
+    "kind": "it belongs in the file",
     "name": "name the run with --name",
     "profile": "choose the profile with -p",
     "overrides": "set the key itself",
@@ -103,7 +103,7 @@ def leave_sweep(recipe: Document, overrides: Sequence[Override]) -> list[str]:
         if isinstance(sweep, dict) and key in sweep:
             del sweep[key]
             _forget(recipe, ("sweep", key))
-            notices.append(f"{key} is set with --set and not swept")
+            notices.append(f"{key} is set with --set, so it is not swept")
     return notices
 
 
@@ -125,7 +125,7 @@ def set_value(document: Document, key: tuple[str, ...], value: Any, label: str) 
     records where the value came from. Returns an error message for a key that does not exist, else an empty text."""
     if isinstance(value, dict) and isinstance(value_at(document.data, key), dict):
         if not value:
-            return f"an empty table changes nothing; an empty value restores the default: {'.'.join(key)}="
+            return f"an empty table has no effect; an empty value restores the default: {'.'.join(key)}="
         results = [set_value(document, (*key, part), inner, label) for part, inner in value.items()]
         return next((problem for problem in results if problem), "")
     if key[0] != "stages":
@@ -158,7 +158,7 @@ def resolve_key(data: dict[str, Any], key: tuple[str, ...]) -> tuple[Place, str]
                 meant = closest_match(rest[0], names)
                 hint = f"; did you mean {meant}?" if meant else ""
                 known = ", ".join(map(visible, names)) or (f"numbers from 0 to {len(node) - 1}" if node else "none")
-                return place, f"no entry named {quoted(rest[0])}{hint}; there is: {known}"
+                return place, f"no entry named {quoted(rest[0])}{hint}; existing: {known}"
             place, rest, node = (*place, index), rest[taken:], node[index]
         else:
             place, node, rest = (*place, rest[0]), node.get(rest[0]) if isinstance(node, dict) else None, rest[1:]

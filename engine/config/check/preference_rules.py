@@ -10,7 +10,7 @@ from engine.config.schema.recipe import Recipe
 from engine.errors import UsageError
 
 DPO = 'method.objective = "dpo"'
-CONTINUED = "an adapter that goes on, which is the reference"
+CONTINUED = "a continued adapter, which is the reference"
 
 
 def preferences_are_learned(recipe: Recipe) -> Problems:
@@ -51,7 +51,7 @@ def reference_is_there(recipe: Recipe) -> Problems:
     if not recipe.learns_preferences or recipe.preference.reference != "adapter_off":
         return
     if recipe.method.kind == "full" or recipe.model.adapter is not None:
-        found = "a full fine-tuning" if recipe.method.kind == "full" else CONTINUED
+        found = "full fine-tuning" if recipe.method.kind == "full" else CONTINUED
         yield Problem(("preference", "reference"), f'"adapter_off" with {found}', '"precomputed" or "auto" is allowed')
 
 
@@ -61,7 +61,7 @@ def no_adapter_to_switch_off(found: str, stage: str = "") -> UsageError:
     table = f"stages.{stage}." if stage else ""
     return UsageError(
         f'preference.reference = "adapter_off" with {found}',
-        expected="a model that is the one at the start once its adapter is off",
+        expected="a model that equals the starting model without its adapter",
         fix=f"add --set {table}preference.reference=precomputed",
     )
 
@@ -71,7 +71,7 @@ def answers_for_the_divergence(recipe: Recipe) -> Problems:
     if recipe.learns_preferences and not recipe.learns_pairs and recipe.train.batch_size < 2:
         yield Problem(
             ("train", "batch_size"),
-            f'{recipe.train.batch_size} with preference.loss = "kto", which matches prompts with other answers',
+            f'{recipe.train.batch_size} with preference.loss = "kto", which pairs prompts with other answers',
             "2 or more is allowed",
         )
 
@@ -91,10 +91,10 @@ def answers_are_learned_as_they_are(recipe: Recipe) -> Problems:
         if value != allowed:
             yield Problem(place, f"{quoted(value)} with {DPO}", f"{quoted(allowed)} is allowed")
     if recipe.data.loss_on == "all":
-        yield Problem(("data", "loss_on"), f'"all" with {DPO}', "only answers have a preference: leave it out")
+        yield Problem(("data", "loss_on"), f'"all" with {DPO}', "only answers have preferences: leave it out")
     if set(recipe.eval.metrics) - {"loss"}:
         yield Problem(
-            ("eval", "metrics"), f"{quoted(recipe.eval.metrics)} with {DPO}", '["loss"], which brings the rewards too'
+            ("eval", "metrics"), f"{quoted(recipe.eval.metrics)} with {DPO}", '["loss"], which includes the rewards'
         )
 
 
@@ -103,7 +103,7 @@ def rows_have_preferences(recipe: Recipe) -> Problems:
         return
     formats: tuple[str, ...] = PREFERENCE_FORMATS
     asked, beside = DPO, ("method", "objective")
-    words = '"preference", or "image-preference": rows with chosen and rejected, and perhaps a prompt'
+    words = '"preference", or "image-preference": rows with chosen and rejected, optionally prompt'
     if not recipe.learns_pairs:
         formats, asked, beside = UNPAIRED_FORMATS, 'preference.loss = "kto"', ("preference", "loss")
         words = (

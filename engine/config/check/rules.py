@@ -54,7 +54,9 @@ def builtins_exist(recipe: Recipe) -> Problems:
             meant = closest_match(text, known)
             allowed = f"{' or '.join(quoted(word) for word in known)} is allowed"
             yield Problem(
-                place, f"{quoted(text)} is not built in", f"{allowed}; did you mean {meant}?" if meant else allowed
+                place,
+                f"{quoted(text)} is not a built-in name",
+                f"{allowed}; did you mean {meant}?" if meant else allowed,
             )
 
 
@@ -67,7 +69,7 @@ def model_is_named(recipe: Recipe) -> Problems:
         if text.startswith(RUN_PREFIX) and (not run or (which and not CHECKPOINT_NAME.fullmatch(which))):
             what = "run" if not run else f"checkpoint by {quoted(which)}"
             yield Problem(
-                ("model", key), f"{quoted(text)} names no {what}", '"run:RUN", "run:RUN@STEP" or "run:RUN@best"'
+                ("model", key), f"{quoted(text)} does not name a {what}", '"run:RUN", "run:RUN@STEP" or "run:RUN@best"'
             )
 
 
@@ -76,8 +78,8 @@ def random_weights_are_a_model(recipe: Recipe) -> Problems:
         culprit = "adapter" if recipe.model.adapter is not None else "id"
         yield Problem(
             ("model", "init"),
-            f"random weights, but model.{culprit} brings learned ones",
-            'init = "pretrained" is needed to go on from them',
+            f"random weights, but model.{culprit} has trained ones",
+            'init = "pretrained" is needed to continue from them',
             (("model", culprit),),
         )
 
@@ -88,7 +90,7 @@ def original_positions_are_of_yarn(recipe: Recipe) -> Problems:
         yield Problem(
             ("model", "rope_scaling", "original_max_position_embeddings"),
             f"{scaling.original_max_position_embeddings} with type = {quoted(scaling.type)}",
-            'type = "yarn" is needed; the others multiply the positions in the model\'s config',
+            'type = "yarn" is needed; the others scale the positions in the model\'s config',
             (("model", "rope_scaling", "type"),),
         )
 
@@ -138,7 +140,7 @@ def constant_has_no_minimum(recipe: Recipe) -> Problems:
     if recipe.train.scheduler == "constant" and recipe.train.min_learning_rate > 0:
         yield Problem(
             ("train", "min_learning_rate"),
-            'a minimum with scheduler = "constant", which never falls',
+            'a minimum with scheduler = "constant", which never decreases',
             '0, or scheduler = "cosine" or "linear"',
             (("train", "scheduler"),),
         )
@@ -151,7 +153,7 @@ def micro_batch_within_batch(recipe: Recipe) -> Problems:
         yield Problem(
             ("train", "micro_batch"),
             f"micro_batch = {micro} is above batch_size = {recipe.train.batch_size}{pairs}",
-            f'{most} or less, or "auto": batch_size is the effective batch of a whole step',
+            f'{most} or less, or "auto": batch_size is the effective batch size of a step',
             (("train", "batch_size"),),
         )
 
@@ -197,8 +199,8 @@ def state_has_a_dtype(recipe: Recipe) -> Problems:
     """adamw_8bit, adafactor, and sgd without momentum have no state to which train.state_dtype could apply."""
     train = recipe.train
     why = {
-        "adamw_8bit": "whose state has 8 bits",
-        "adafactor": "whose state is two vectors for each matrix, and stays in float32",
+        "adamw_8bit": "whose state is stored in 8 bits",
+        "adafactor": "whose state is two float32 vectors per matrix",
         "sgd": "which has no state without momentum",
     }
     has_state = train.optimizer == "adamw" or (train.optimizer == "sgd" and train.momentum > 0)
@@ -216,7 +218,7 @@ def groups_do_something(recipe: Recipe) -> Problems:
         if group.learning_rate is None and group.weight_decay is None:
             yield Problem(
                 ("train", "groups", index),
-                f"{quoted(group.match)} sets nothing",
+                f"{quoted(group.match)} does not set anything",
                 "learning_rate or weight_decay is needed",
             )
 
@@ -225,20 +227,20 @@ def added_tokens_can_be_trained(recipe: Recipe) -> Problems:
     tokens, place = recipe.model.add_tokens, ("model", "add_tokens")
     if len(set(tokens)) < len(tokens) or any(not token or token != token.strip() for token in tokens):
         yield Problem(
-            place, "a token that is empty, there twice, or with spaces around it", "each token once, without spaces"
+            place, "a token that is empty, listed twice, or has spaces around it", "each token once, without spaces"
         )
     if tokens and recipe.model.quantize != "none":
         yield Problem(
             place,
             f"added tokens with quantize = {quoted(recipe.model.quantize)}",
-            'quantize = "none" is needed: the embedding of a base in 4 bits does not grow',
+            'quantize = "none" is needed: the embedding of a 4-bit base cannot grow',
             (("model", "quantize"),),
         )
     for index, stage in enumerate(recipe.stages):
         if tokens and stage.kind == "assemble":
             yield Problem(
                 place,
-                f"added tokens with the stage {stage.name}, which assembles a mixture",
+                f"added tokens with the stage {stage.name}, which assembles a mixture of experts",
                 "experts with the vocabulary of their base are needed",
                 (("stages", index, "kind"),),
             )
@@ -251,9 +253,9 @@ def fields_of_the_method(recipe: Recipe) -> Problems:
         "full": ["train_only", "freeze"],
     }
     hint = {
-        "also_train": "; train_only limits a full fine-tuning",
+        "also_train": "; train_only limits full fine-tuning",
         "train_only": "; also_train trains parameters in addition to LoRA",
-        "freeze": "; with LoRA the base is frozen, and exclude leaves modules without an adapter",
+        "freeze": "; with LoRA the base is frozen, and exclude selects modules without an adapter",
     }
     for key in only[other]:
         if getattr(method, key) != Method.model_fields[key].default:
@@ -276,7 +278,7 @@ def quantised_base_is_frozen(recipe: Recipe) -> Problems:
     if recipe.model.quantize != "none" and recipe.method.kind == "full":
         yield Problem(
             ("model", "quantize"),
-            f"{quoted(recipe.model.quantize)} with a full fine-tuning: 4-bit weights cannot learn",
+            f"{quoted(recipe.model.quantize)} with full fine-tuning: 4-bit weights cannot be trained",
             '"none", or method.kind = "lora"',
             (("method", "kind"),),
         )
@@ -286,7 +288,7 @@ def adapter_goes_on_as_lora(recipe: Recipe) -> Problems:
     if recipe.model.adapter is not None and recipe.method.kind == "full":
         yield Problem(
             ("model", "adapter"),
-            "an adapter to continue with a full fine-tuning",
+            "an adapter to continue with full fine-tuning",
             'method.kind = "lora" is needed',
             (("method", "kind"),),
         )
@@ -327,7 +329,7 @@ def early_stopping_is_reached(recipe: Recipe) -> Problems:
     if recipe.eval.early_stopping_patience is not None and not repeats and has_validation(recipe):
         yield Problem(
             ("eval", "early_stopping_patience"),
-            "early stopping with one evaluation, at the end",
+            "early stopping with a single evaluation, at the end",
             "eval.every_steps or eval.per_epoch is needed",
         )
 
@@ -366,15 +368,17 @@ def rungs_once(recipe: Recipe) -> Problems:
 
 def merges_an_adapter(recipe: Recipe) -> Problems:
     if recipe.finish.merge and recipe.method.kind != "lora":
-        yield Problem(("finish", "merge"), 'true with method.kind = "full"', "a full model has nothing to merge: false")
+        yield Problem(("finish", "merge"), 'true with method.kind = "full"', "false: a full model has nothing to merge")
 
 
 def destinations_are_such(recipe: Recipe) -> Problems:
     finish = recipe.finish
     if finish.webhook and not WEBHOOK_TEXT.fullmatch(finish.webhook):
-        yield Problem(("finish", "webhook"), "no URL", 'http://… or https://…, or "$NAME" of a variable that holds one')
+        yield Problem(
+            ("finish", "webhook"), "not a URL", 'http://… or https://…, or "$NAME" of a variable that contains one'
+        )
     if finish.push and not REPOSITORY.fullmatch(finish.push):
-        yield Problem(("finish", "push"), quoted(finish.push), "OWNER/NAME, a repository of the Hugging Face hub")
+        yield Problem(("finish", "push"), quoted(finish.push), "OWNER/NAME, a repository on the Hugging Face hub")
     if finish.push_public and not finish.push:
         yield Problem(("finish", "push_public"), "true without finish.push", "finish.push is needed")
 

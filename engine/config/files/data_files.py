@@ -34,17 +34,17 @@ LOADERS = {
 """The loader of `datasets` for each suffix."""
 
 _WITH_PANDAS = (
-    "write its rows as lines of JSON: "
-    "python -c \"import pandas; pandas.{read}('FILE').to_json('rows.jsonl', orient='records', lines=True)\""
+    "write its rows as JSON lines: python -c \"import pandas; pandas.{read}('FILE').to_json('rows.jsonl', "
+    "orient='records', lines=True)\""
 )
 OTHER_FORMATS = {
-    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV, in UTF-8"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as a CSV file in UTF-8"),
     **dict.fromkeys((".pkl", ".pickle"), _WITH_PANDAS.format(read="read_pickle")),
-    **dict.fromkeys((".zip", ".tar", ".7z", ".rar"), "unpack it, and name a file or the folder that comes out"),
+    **dict.fromkeys((".zip", ".tar", ".7z", ".rar"), "unpack it, and use the unpacked file or folder"),
     ".feather": _WITH_PANDAS.format(read="read_feather"),
     ".orc": _WITH_PANDAS.format(read="read_orc"),
     **dict.fromkeys((".yaml", ".yml", ".xml", ".html", ".pdf", ".docx", ".db", ".sqlite"),
-                    "write its rows as lines of JSON, an object each"),
+                    "write its rows as JSON lines, one object per line"),
 }  # fmt: skip
 """What to do with a file of another format, by suffix."""
 
@@ -73,7 +73,7 @@ def find_data_files(source: Source, key: str = "data.sources") -> list[Path]:
     if os.path.isdir(path):  # not Path.is_dir, which raises PermissionError inside a folder that may not be read
         found = find_data_files_in(path)
         if not found:
-            raise DataError(f"source {source.name}: the folder {path} holds no files", fix=_other_path(source, key))
+            raise DataError(f"source {source.name}: the folder {path} has no files", fix=_other_path(source, key))
         return found
     pattern = str(path)
     names = [pattern] if os.path.exists(path) or not glob.has_magic(pattern) else glob.glob(pattern, recursive=True)
@@ -98,7 +98,7 @@ def _other_path(source: Source, key: str) -> str:
     other = closest_match(wanted, here) or (data[0] if len(data) == 1 else "FILE.jsonl")
     option = shlex.quote(f"{key}.{source.name}.path={other}")
     yours = ", with your file for FILE.jsonl" if other == "FILE.jsonl" else ""
-    return f"add --set {option}{yours}; such a path starts from the working directory"
+    return f"add --set {option}{yours}; this path is relative to the working directory"
 
 
 def _why_no_file(path: Path) -> str:
@@ -114,14 +114,14 @@ def _check_suffixes(source: Source, files: Sequence[Path]) -> None:
     for file in files:
         if suffix_of(file) not in LOADERS:
             raise DataError(
-                f"source {source.name}: {file} has a suffix of no known format",
-                expected=f"one of {', '.join(LOADERS)}, each also followed by {', '.join(COMPRESSION_SUFFIXES)}",
+                f"source {source.name}: {file} has an unknown suffix",
+                expected=f"one of {', '.join(LOADERS)}, optionally followed by {', '.join(COMPRESSION_SUFFIXES)}",
                 fix=OTHER_FORMATS.get(suffix_of(file), "rename the file, if it is one of these"),
             )
     if len({(LOADERS[kind], kind == ".tsv") for kind in kinds}) > 1:
         raise DataError(
             f"source {source.name}: {source.path} matches files of several formats ({', '.join(sorted(kinds))})",
-            fix="make one source of each format",
+            fix="add one source for each format",
         )
 
 
@@ -137,9 +137,9 @@ def read_prompts(path: Path, key: str) -> list[str]:
     """Return the prompts of a text file, one for each line that is not blank, or of a JSON file, which has texts or
     objects with the key "prompt". `key` says who asks for the file. Raises DataError if it cannot be read or has no
     prompts."""
-    suffix, expected = path.suffix.lower(), 'a text file with a prompt in each line, or JSON with {"prompt": "…"} rows'
+    suffix, expected = path.suffix.lower(), ('a text file with one prompt per line, or JSON with {"prompt": "…"} rows')
     if suffix in COMPRESSION_SUFFIXES or LOADERS.get(suffix) in ("csv", "parquet", "arrow"):
-        raise DataError(f"{key} {path}: prompts are not read from {suffix} files", expected=expected)
+        raise DataError(f"{key} {path}: prompts cannot be read from {suffix} files", expected=expected)
     try:
         text = path.read_text(encoding="utf-8-sig")
         if LOADERS.get(suffix) == "json":
@@ -151,8 +151,10 @@ def read_prompts(path: Path, key: str) -> list[str]:
             f"{key} {path}: {type(error).__name__}: {error}", expected=expected, fix="correct the file or its name"
         ) from error
     if not prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
-        problem = "no prompts in it" if not prompts else "a prompt is no text"
-        raise DataError(f"{key} {path}: {problem}", expected="at least one prompt, each a text", fix="correct the file")
+        problem = "the file has no prompts" if not prompts else "a prompt is not text"
+        raise DataError(
+            f"{key} {path}: {problem}", expected="at least one prompt, each as text", fix="correct the file"
+        )
     return prompts
 
 

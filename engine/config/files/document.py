@@ -154,7 +154,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 100
 """Allowed nesting of tables and lists; a spec needs five levels."""
 
-INTEGER_RANGE = "TOML's whole numbers have 64 bits, at most 9223372036854775807"
+INTEGER_RANGE = "integers in TOML have 64 bits, at most 9223372036854775807"
 
 FROM_COMMAND_LINE = "--set"
 """The label, in `Document.where`, of values from the command line."""
@@ -245,9 +245,9 @@ def parse_document(text: str, label: str, sha256: str = "") -> Document:
         raise SpecError([_syntax_problem(label, error, text)], fix="see https://toml.io for the format") from None
     except ValueError:
         # The only other ValueError: Python refuses to read whole numbers of thousands of digits.
-        raise SpecError([f"{label}: a whole number too long to read; {INTEGER_RANGE}"]) from None
+        raise SpecError([f"{label}: an integer is too long; {INTEGER_RANGE}"]) from None
     except RecursionError:
-        raise SpecError([f"{label}:1: tables or lists nested too deeply; no key of Tunedeck needs that"]) from None
+        raise SpecError([f"{label}:1: tables or lists are nested too deeply; no key of Tunedeck needs this"]) from None
     where = {place: f"{label}:{line}" for place, line in key_lines(text.replace("\r\n", "\n")).items()}
     return Document(label, data, where, sha256)
 
@@ -262,7 +262,7 @@ def read_bytes(path: Path, label: str) -> bytes:
         reason = error.strerror or type(error).__name__
         raise SpecError([f"{label}: cannot be read: {reason}"], fix="check the path and its permissions") from None
     if len(raw) > MAX_FILE_BYTES:
-        raise SpecError([f"{label}: larger than {MAX_FILE_BYTES // 1024} KiB; a profile or recipe is a page of text"])
+        raise SpecError([f"{label}: larger than {MAX_FILE_BYTES // 1024} KiB, the limit for profiles and recipes"])
     return raw
 
 
@@ -291,7 +291,7 @@ def _syntax_problem(label: str, error: tomli.TOMLDecodeError, text: str) -> str:
         line -= 1
     shown = visible(lines[line - 1].strip()[:60]) if lines else ""
     if error.msg.startswith(("Cannot overwrite a value", "Cannot declare")):
-        return f"{label}:{line}: a key or table that the file already has: {shown}"
+        return f"{label}:{line}: a key or table that is already in the file: {shown}"
     return f"{label}:{line}: not TOML: {visible(error.msg)} at column {error.colno}: {shown}"
 
 

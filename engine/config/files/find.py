@@ -86,7 +86,7 @@ def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFi
         if not path.exists():
             near = closest_match(path.name, [found.name for found in path.parent.glob("*.toml")])
             raise SpecError(
-                [f"{visible(text)}: no such file; the path of a {kind}'s TOML file is needed"],
+                [f"{visible(text)}: no such file; expected the path of a {kind} (TOML)"],
                 fix=f"-{kind[0]} {shlex.quote(visible(text.removesuffix(path.name) + near))}" if near else "",
             )
         if kind == "recipe" and path.suffix in (".yml", ".yaml"):
@@ -105,9 +105,9 @@ def find_spec_file(kind: SpecKind, text: str, cwd: Path | None = None) -> SpecFi
 
 def _other_format(text: str) -> SpecError:
     return SpecError(
-        [f"{visible(text)} is YAML of another tool, and recipes are TOML"],
-        fix=f"tunedeck recipes import {shlex.quote(visible(text))}; it reads Axolotl's, LLaMA-Factory's, TRL's and "
-        "torchtune's",
+        [f"{visible(text)} is a YAML file of another tool; recipes are TOML files"],
+        fix=f"tunedeck recipes import {shlex.quote(visible(text))}; it converts files of Axolotl, "
+        "LLaMA-Factory, TRL and torchtune",
     )
 
 
@@ -116,7 +116,7 @@ def _other_file(kind: SpecKind, text: str, cwd: Path) -> str:
     this name, the most similar known name, or the command that lists all names."""
     option = f"-{kind[0]}"
     if (cwd / f"{text}.toml").is_file():
-        return f"{option} {text}.toml, a path: a name is looked for in ./profiles/{KIND_FOLDERS[kind]}"
+        return f"{option} {text}.toml, as a path: names are only looked up in ./profiles/{KIND_FOLDERS[kind]}"
     if kind == "recipe" and (cwd / text).is_file():
         data = shlex.quote(f"data.sources.main.path={text}")
         return f"tunedeck recipes new my-recipe; then -r my-recipe --set {data}"
@@ -130,8 +130,8 @@ def _unknown(kind: SpecKind, text: str, cwd: Path) -> str:
     meant = closest_match(text, names)
     hint = f"; did you mean {meant}?" if meant else ""
     if not meant and any(located.name == text for located in list_spec_files(other, cwd)):
-        hint = f"; there is a {other} of that name, for -{other[0]}"
-    return f"no {kind} named {quoted(text)}{hint}; known: {', '.join(names)}; a path holds a slash or ends in .toml"
+        hint = f"; there is a {other} with that name: use -{other[0]}"
+    return f"no {kind} named {quoted(text)}{hint}; known: {', '.join(names)}; a path has a slash or ends with .toml"
 
 
 PATH_KEYS = frozenset({"path", "image_root", "prompts", "harness_include"})
@@ -201,7 +201,9 @@ def unshareable_paths(data: dict[str, Any]) -> list[Problem]:
     """A problem for each path that is absolute or leaves the recipe's folder: on the importing machine it would name
     other people's files."""
     return [
-        Problem(place, f"{quoted(text)} {reason}", "a path below the recipe's own folder is allowed in a shared file")
+        Problem(
+            place, f"{quoted(text)} {reason}", "in a shared file, only paths inside the recipe's folder are allowed"
+        )
         for place, text in path_values(data)
         if (place[-1] != "chat_template" or _is_template_file(text)) and (reason := reach(text))
     ]
@@ -212,10 +214,10 @@ def reach(text: str) -> str:
     bare = text.removeprefix(RUN_PREFIX)
     scheme, separator, _ = bare.lower().partition("://")
     if "::" in bare or (separator and scheme not in SHAREABLE_SCHEMES):
-        return "is a URL that may name files of this machine"
+        return "is a URL that can refer to files of this machine"
     posix, windows = PurePosixPath(bare), PureWindowsPath(bare)
     if bare.lower().startswith(("file:", "~")) or posix.is_absolute() or windows.drive or windows.root:
         return "is an absolute path"
     if "$" in bare:
-        return "contains a variable of the environment"
-    return "climbs out of its folder" if ".." in windows.parts else ""
+        return "contains an environment variable"
+    return "leaves the recipe's folder" if ".." in windows.parts else ""

@@ -40,7 +40,7 @@ def path_of(text: str) -> Path:
         return path
     except (ValueError, RuntimeError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"{quoted(text)} is no path: {reason}", fix="correct it") from error
+        raise UsageError(f"{quoted(text)} is not a path: {reason}", fix="correct it") from error
     return path
 
 
@@ -167,7 +167,7 @@ def _gpu_facts(pynvml: Any, count: int) -> tuple[dict[str, Any], str, str]:
     }
     others = f" This machine has {count}: raise device.count to use them." if count > 1 else ""
     kept = (total_bytes - offered_bytes) >> 20
-    notes = f"memory_gib: NVML's total of {total_bytes >> 20} MiB less {kept} MiB that driver {driver} keeps.{others}"
+    notes = f"memory_gib: NVML's total of {total_bytes >> 20} MiB minus {kept} MiB used by driver {driver}.{others}"
     return device, name, notes
 
 
@@ -192,5 +192,5 @@ def _detect_cpu() -> tuple[dict[str, Any], str, str]:
     }
     limit = memory_limit_bytes()
     total = "the host's total" if limit != host_memory_bytes() else "the limit of this container (control group)"
-    notes = f"No NVIDIA driver was found. memory_gib: {total}; a fifth is left to everything else on the machine."
+    notes = f"No NVIDIA driver was found. memory_gib: {total}; a fifth is left for everything else on the machine."
     return device, f"This machine's CPU, {os.cpu_count()} cores", notes

@@ -42,7 +42,7 @@ def keep_limits(run_toml: Path, text: str) -> None:
     if not any(limits.values()):
         return
     given = ", ".join(name for name, value in limits.items() if value)
-    _append(FILE, _line(run_toml, limits), f"what you allow this run ({given})")
+    _append(FILE, _line(run_toml, limits), f"your permissions for this run ({given})")
 
 
 def _append(name: str, line: bytes, what: str) -> None:
@@ -55,7 +55,7 @@ def _append(name: str, line: bytes, what: str) -> None:
     except OSError as error:
         raise EnvironmentProblem(
             f"{what} cannot be recorded in {folder}: {error.strerror or error}",
-            fix="make the folder writable, or set TUNEDECK_STATE to one that is",
+            fix="make the folder writable, or set TUNEDECK_STATE to a writable one",
         ) from error
 
 
@@ -76,7 +76,7 @@ def keep_destination(key: str, target: str) -> None:
     """Record that this user's runs may send what `key` sends to `target`. Raises EnvironmentProblem if it cannot be
     recorded."""
     if not is_kept_destination(key, target):
-        _append(DESTINATIONS_FILE, _digest_line(key, target), f"that runs may use {key}")
+        _append(DESTINATIONS_FILE, _digest_line(key, target), f"the permission for runs to use {key}")
 
 
 def is_kept_destination(key: str, target: str) -> bool:

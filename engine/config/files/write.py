@@ -157,7 +157,7 @@ def import_spec_file(
     own name; return the copy.
 
     Raises SpecError for every problem of the file and for paths that leave its folder, UsageError for a symbolic link
-    and, without `force`, for a name that exists already.
+    and, without `force`, for a name that already exists.
     """
     if source.is_symlink():
         raise UsageError(f"{visible(str(source))} is a symbolic link", expected="the file itself")
@@ -167,7 +167,9 @@ def import_spec_file(
     table, problems = check_table(SPEC_TABLES[kind], document.data)
     problems += unshareable_paths(document.data)
     if problems or table is None:
-        raise SpecError(document.render_all(problems), fix="nothing was imported: correct the file, or use its path")
+        raise SpecError(
+            document.render_all(problems), fix="nothing was imported: correct the file, or use it by its path"
+        )
     if name is not None:
         require_name(name)
     target = to or user_folder() / KIND_FOLDERS[kind] / f"{name or table.name}.toml"
@@ -180,7 +182,7 @@ def require_name(name: str) -> None:
         better = re.sub("[^a-z0-9._-]+", "-", name.lower().removesuffix(".toml")).strip("-._")[:80]
         raise UsageError(
             f"{quoted(name)} is not a valid name",
-            expected="lower-case letters, digits, '.', '_' and '-', 80 at most, without .toml",
+            expected="lower-case letters, digits, '.', '_' and '-', at most 80, without .toml",
             fix=f"call it {better}" if better else "",
         )
 
@@ -202,7 +204,7 @@ def write_new_file(target: Path, content: bytes, *, force: bool) -> Path:
             temporary.unlink(missing_ok=True)
     except FileExistsError:
         raise UsageError(
-            f"{visible(str(target))} exists", fix="choose another name, or add --force to replace it"
+            f"{visible(str(target))} already exists", fix="choose another name, or add --force to replace it"
         ) from None
     except OSError as error:
         raise UsageError(

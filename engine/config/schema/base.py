@@ -72,7 +72,7 @@ class Table(BaseModel):
 _PLAIN = {
     str: "text",
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     dict: "a table",
     Any: "any value",
@@ -161,7 +161,7 @@ def allowed_at(model: Any, place: Place) -> str:
 
 
 def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """Describe a type and its constraints in words, such as "a whole number, 1 or more"."""
+    """Describe a type and its constraints in words, such as "an integer, 1 or more"."""
     annotation, notes = _unwrap(annotation, list(metadata))
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(allowed(member) for member in members_of(annotation))
@@ -170,7 +170,7 @@ def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return words[0] if len(words) == 1 else "one of " + ", ".join(words)
     limits = _limits(notes)
     if "name" in limits:
-        return "a name of lower-case letters, digits, '.', '_' and '-', 80 at most"
+        return "a name of lower-case letters, digits, '.', '_' and '-', at most 80"
     return ", ".join([_kind(annotation), *limits.values()])
 
 

@@ -28,46 +28,47 @@ class Source(Table):
     name: Name
     """The name that --set uses: data.sources.NAME.enabled=false."""
     path: str | None = None
-    """File, folder, glob, or "builtin:dates". Relative to the recipe's folder when that was given as a path."""
+    """File, folder, glob, or "builtin:dates". Relative to the recipe's folder if the recipe was given as a path."""
     hub: str | None = None
     """Name of a data set on the hub."""
     config: str | None = None
     """Configuration of a hub data set, or of a folder that was downloaded from the hub."""
     split: str = "train"
-    """Split of a hub data set or a folder, such as "train" or "train[:1000]"; a file has only slices of train."""
+    """Split of a hub data set or a folder, such as "train" or "train[:1000]"; for a file, only slices of train."""
     format: Literal[
         "auto", "text", "prompt-completion", "chat", "alpaca", "sharegpt", "preference", "unpaired-preference",
         "tokens", "image-chat", "image-preference", "image-unpaired-preference", "detection",
     ] = "auto"  # fmt: skip
-    """How the columns are read; auto recognises the format by the columns' names. preference: chosen and rejected
+    """How the columns are read; auto recognises the format by the column names. preference: chosen and rejected
     answers, for method.objective = "dpo"; unpaired-preference: an answer and its label, for preference.loss = "kto";
     tokens: input_ids, with labels or masks of targets. image-preference and image-unpaired-preference: preferences
     about images. detection: images with boxes."""
     template: Literal["auto", "chat", "none", "alpaca", "alpaca-chat"] = "auto"
-    """Whether prompts with completions, and instructions, go through the model's chat template. auto: where it has one,
-    except rows that carry its markers already; chat: all rows; none: they stay plain text. Of instructions, alpaca:
+    """Whether prompts with completions, and instructions, go through the model's chat template. auto: if it has one,
+    except rows that already contain its markers; chat: all rows; none: they stay plain text. For instructions, alpaca:
     plain text with Stanford Alpaca's prompt ("Below is an instruction that describes a task ..."); alpaca-chat: that
     prompt as the user's turn."""
     unit: Annotated[str, Field(min_length=1)] | None = None
-    """What a document of a text file is: file (the default of .txt and .md), paragraph, line, or the text that ends
-    each document, such as "<|endoftext|>". A row of a table is one document."""
+    """The unit that is one document in a text file: file (the default of .txt and .md), paragraph, line, or the text
+    that ends each document, such as "<|endoftext|>". A row of a table is one document."""
     limit: Count | None = None
     """Use at most this many samples, from the start of the source."""
     enabled: bool = True
-    """false leaves the source out."""
+    """false: leave out this source."""
     weight: Positive = 1.0
-    """How often each sample of this source is used in an epoch; fractions are drawn by seed."""
+    """How often each sample of this source is used in an epoch; fractions are sampled by seed."""
     columns: dict[str, str] = {}
-    """Our column name = the file's, such as prompt = "question", or a nested one, such as completion =
-    "answers.text.0". Also our name of a turn's key = the file's, such as role = "speaker"."""
+    """Tunedeck's column name = the file's column name, such as prompt = "question", or a nested one, such as completion
+    = "answers.text.0". Also for keys of a turn, such as role = "speaker"."""
     roles: dict[Literal["system", "user", "assistant", "tool", "developer"], str | list[str]] = {}
-    """Our role = the file's name for it, or a list of names, such as assistant = ["agent", "bot"]."""
+    """Tunedeck's role = the file's name for it, or a list of names, such as assistant = ["agent", "bot"]."""
     image_root: str | None = None
     """Folder that image paths are relative to; by default the folder of the data file."""
     prompt: str | None = None
-    """detection: what is asked about each image."""
+    """detection: the prompt for each image."""
     box_order: Literal["xyxy", "yxyx", "xywh"] | None = None
-    """detection: the order of a box's four numbers in the data. There is no default: swapped axes are not noticed."""
+    """detection: the order of a box's four numbers in the data. There is no default, because swapped axes cannot be
+    detected."""
     box_scale: Literal["unit", "pixels", "thousand"] | None = None
     """detection: the scale of a box's numbers in the data: 0 to 1, pixels of the image, or 0 to 1000."""
     box_text: Literal["qwen2", "json"] | None = None
@@ -75,7 +76,7 @@ class Source(Table):
 
 
 class Data(Table):
-    """The data, and how they become token sequences."""
+    """The data, and how it is converted into token sequences."""
 
     sources: Annotated[list[Source], Field(min_length=1)]
     """Sources of training samples."""
@@ -84,23 +85,24 @@ class Data(Table):
     max_length: Count = 2048
     """Longest sequence in tokens."""
     over_length: Literal["auto", "drop", "truncate", "split"] = "auto"
-    """What happens to longer samples; split: plain text into pieces, others are dropped; auto: split."""
+    """What happens to longer samples. split: plain text is split into pieces, other samples are dropped; auto:
+    split."""
     overlap: CountOrZero = 0
-    """Tokens that a piece of split text repeats from the piece before it, as context that is not learned."""
+    """Tokens that a piece of split text repeats from the piece before it, as context without loss."""
     broken: Literal["refuse", "skip"] = "refuse"
-    """What happens where a line of a JSON file holds no object or has a key twice, or a record of a CSV file has more
-    fields than columns or broken quotes: the data are refused, or these are left out, counted and listed."""
+    """What happens if a line of a JSON file is not an object or has a key twice, or a record of a CSV file has more
+    fields than columns or broken quotes. refuse: an error; skip: these rows are left out, counted and listed."""
     shuffle: bool = True
     """Shuffle the samples in each epoch; the order depends on seed and epoch only."""
     packing: bool = False
-    """Pack several samples into one sequence; attention does not cross from one to another."""
+    """Pack several samples into one sequence; attention does not cross samples."""
     valid_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of the samples held out for evaluation, drawn by seed."""
+    """Fraction of the samples held out for evaluation, chosen by seed."""
     loss_on: Literal["completion", "last", "all"] = "completion"
     """completion: loss on completions and assistant turns; last: on the last assistant turn; all: on every token."""
     workers: CountOrZero | Literal["auto"] = "auto"
-    """Number of processes that tokenise, and of threads that decode images; 0: no processes, and 4 threads; auto: as
-    many processes as there are cores, where the measured rate makes them worth their start, and 4 threads."""
+    """Number of processes that tokenise, and of threads that decode images; 0: no processes, and 4 threads; auto: one
+    process per core if the measured rate makes that worthwhile, and 4 threads."""
     system_prompt: str | None = None
     """System prompt for conversations without a system turn."""
     template_args: dict[str, Any] = {}
@@ -108,18 +110,18 @@ class Data(Table):
     image_min_pixels: Count | None = None
     """Smallest image, in pixels, for models that resize."""
     image_max_pixels: Count | None = None
-    """Largest image, in pixels, for models that resize; a plan assumes one of this size in every sequence."""
+    """Largest image, in pixels, for models that resize; a plan assumes an image of this size in every sequence."""
 
 
 class Eval(Table):
     """Evaluation during training."""
 
     every_steps: Count | None = None
-    """Optimizer steps between evaluations; by default once at the end when there is a validation set."""
+    """Optimizer steps between evaluations; by default once, at the end, if there is a validation set."""
     per_epoch: Count | None = None
-    """Evaluations in each epoch, at equal distances; the last is at its end."""
+    """Evaluations per epoch, evenly spaced; the last one is at its end."""
     at_start: bool = False
-    """Evaluate before the first step, too."""
+    """Also evaluate before the first step."""
     limit: Count | None = None
     """At most this many validation samples."""
     metrics: list[Literal["loss", "exact_match"]] = ["loss"]
@@ -127,8 +129,8 @@ class Eval(Table):
     samples: CountOrZero = 0
     """Number of generated samples to log at each evaluation."""
     prompts: list[str] | str = []
-    """Prompts of your own that are answered at every evaluation, or a file of them: a line each, or .json and .jsonl
-    with texts or rows with a prompt."""
+    """Your own prompts, answered at every evaluation, or a file of prompts: one per line, or .json or .jsonl with texts
+    or rows with a prompt."""
     early_stopping_patience: Count | None = None
     """Stop after this many evaluations without improvement of checkpoint.best_metric."""
     early_stopping_threshold: NonNegative = 0.0
@@ -141,9 +143,9 @@ class Evaluate(Table):
     metrics: list[Literal["loss", "exact_match", "accuracy", "token_f1", "rouge", "box_iou", "detection_rate"]] = [
         "loss"
     ]
-    """Scores to compute. Of generated answers: exact_match; accuracy, for labels, with precision, recall and F1 of
-    each; token_f1, how many words are those of the reference; rouge, runs of words in common; box_iou, how well boxes
-    cover the reference's; detection_rate, how often there is a box."""
+    """Scores to compute. For generated answers: exact_match; accuracy, for labels, with precision, recall and F1 of
+    each label; token_f1, the overlap of words with the reference; rouge, the overlap of word sequences; box_iou, the
+    overlap of boxes with the reference; detection_rate, how often the answer has a box."""
     limit: Count | None = None
     """At most this many samples."""
     log_samples: CountOrZero = 5
@@ -151,14 +153,13 @@ class Evaluate(Table):
     sources: list[Source] = []
     """Data to score on; by default the recipe's validation set."""
     harness: list[str] = []
-    """Public tasks of lm-evaluation-harness to score on as well, such as "gsm8k"."""
+    """Public tasks of lm-evaluation-harness to score in addition, such as "gsm8k"."""
     harness_fewshot: CountOrZero | None = None
-    """Examples before each question; by default as many as the task says."""
+    """Examples before each question; by default as set by the task."""
     harness_template: Literal["auto", "on", "off"] = "auto"
-    """Whether public tasks are asked through the chat template; auto: where there is one, unless the run was trained on
-    plain text."""
+    """Whether public tasks use the chat template; auto: if there is one, unless the run was trained on plain text."""
     harness_include: str | None = None
-    """Folder with tasks of your own (.yaml)."""
+    """Folder with your own tasks (.yaml)."""
 
 
 def with_sources_of_stages(recipe: Any) -> Any:

@@ -10,7 +10,7 @@ WEBHOOK, PUSH = "finish.webhook", "finish.push"
 
 
 class Trackers(Table):
-    """Experiment trackers beside the journal."""
+    """Experiment trackers, in addition to the journal."""
 
     use: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]] = []
     """Trackers that get the metrics of a run; each needs its package."""
@@ -19,22 +19,23 @@ class Trackers(Table):
     tags: list[str] = []
     """Tags of the run in the trackers."""
     result: bool = False
-    """Name the result's folder in the trackers: an artifact by reference, a tag or a text. Nothing is uploaded."""
+    """Record the path of the result in the trackers: as an artifact by reference, a tag or a text. Nothing is
+    uploaded."""
 
 
 class Finish(Table):
-    """What is done with the result at the end of a run, and who hears of it."""
+    """What happens with the result at the end of a run, and who is notified."""
 
     merge: bool = False
     """Merge the adapter into its base model when the run is done, into merged/ of the run; uses host memory only."""
     webhook: str | None = None
-    """An http or https URL that hears of the run's end, failure and alerts, or "$NAME" for a variable that holds it.
-    Used only if you have given it once yourself: --set finish.webhook=URL."""
+    """An HTTP(S) URL that is notified of the run's end, failure and alerts, or "$NAME" for a variable with the URL.
+    Only used after you have set it yourself once: --set finish.webhook=URL."""
     push: str | None = None
-    """OWNER/NAME on the Hugging Face hub: send the result there when the run is done, merged with merge = true. Used
-    only if you have given it once yourself: --set finish.push=OWNER/NAME."""
+    """OWNER/NAME on the Hugging Face hub: send the result there when the run is done, merged with merge = true. Only
+    used after you have set it yourself once: --set finish.push=OWNER/NAME."""
     push_public: bool = False
-    """Let everybody read what push sends; by default only you."""
+    """Make the pushed repository public; by default it is private."""
 
     def destinations(self) -> dict[str, str]:
         """Key = what leaves this machine through it, for all that is set."""

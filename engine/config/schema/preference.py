@@ -14,30 +14,30 @@ what full weights know: published full fine-tunings take 1e-5 to 5e-5. Preferenc
 
 
 class Preference(Table):
-    """How preferences are learned, with method.objective = "dpo"."""
+    """Settings of preference training (method.objective = "dpo")."""
 
     loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
-    """dpo: arXiv:2305.18290; ipo: arXiv:2310.12036; simpo: arXiv:2405.14734; orpo: arXiv:2403.07691; kto, of answers
-    that are desirable or not: arXiv:2402.01306. simpo and orpo need no reference."""
+    """dpo: arXiv:2305.18290; ipo: arXiv:2310.12036; simpo: arXiv:2405.14734; orpo: arXiv:2403.07691; kto, for single
+    answers labelled desirable or not: arXiv:2402.01306. simpo and orpo need no reference."""
     beta: Positive = 0.1
-    """How strongly the policy is held to the reference. ipo: the regularisation tau. simpo: the scale of the rewards,
-    2.0 to 10 in its paper. orpo: the weight of the odds ratio."""
+    """How strongly the policy is kept close to the reference. ipo: the regularisation tau. simpo: the scale of the
+    rewards, 2.0 to 10 in its paper. orpo: the weight of the odds ratio."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
-    """dpo: the assumed share of pairs whose sides are swapped (conservative DPO)."""
+    """dpo: the assumed fraction of pairs with swapped labels (conservative DPO)."""
     margin: NonNegative = 0.5
-    """simpo: by how much the chosen answer's reward shall exceed the other's (gamma)."""
+    """simpo: target margin between the rewards of the chosen and the rejected answer (gamma)."""
     desirable_weight: Positive = 1.0
-    """kto: the weight of desirable answers' losses."""
+    """kto: weight of the loss of desirable answers."""
     undesirable_weight: Positive = 1.0
-    """kto: the weight of undesirable answers' losses."""
+    """kto: weight of the loss of undesirable answers."""
     sft_weight: NonNegative = 0.0
-    """Weight of a supervised term beside the preference loss: the mean loss of the target tokens of chosen (kto:
-    desirable) answers."""
+    """Weight of a supervised term in addition to the preference loss: the mean loss of the target tokens of chosen
+    (kto: desirable) answers."""
     length_normalised: bool | None = None
     """Divide each answer's log-probability by its number of tokens. By default true for ipo, simpo and orpo."""
     reference: Literal["auto", "adapter_off", "precomputed"] = "auto"
-    """The model to which dpo, ipo and kto compare. adapter_off: this model without its adapter. precomputed: this model
-    as it was at the start; its log-probabilities are computed once, before step 1, and kept in the run's folder. auto:
+    """The reference model of dpo, ipo and kto. adapter_off: this model without its adapter. precomputed: this model at
+    the start of the run; its log-probabilities are computed once, before step 1, and kept in the run's folder. auto:
     adapter_off for a new adapter, else precomputed."""
 
     @property

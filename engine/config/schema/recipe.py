@@ -18,15 +18,15 @@ from engine.config.schema.preference import LEARNING_RATES, Preference
 
 
 class RopeScaling(Table):
-    """How rotary positions are scaled, so that a model reads sequences longer than it was made for. Written into the
-    config of the result."""
+    """Scaling of rotary positions for sequences longer than the model's maximum. Written into the config of the
+    result."""
 
     type: Literal["yarn", "linear", "dynamic"]
     """yarn: slow rotations are stretched, fast ones kept (arXiv:2309.00071). linear: every position is divided by
-    factor. dynamic: the base of the rotations grows with the length (NTK); every sequence of a run gets the rotations
-    for data.max_length, because those for the longest of a micro-batch would change with the micro-batch."""
+    factor. dynamic: the base of the rotations grows with the length (NTK); every sequence of a run uses the rotations
+    for data.max_length, so that training does not depend on the micro-batch."""
     factor: Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
-    """How many times longer sequences may be than the model's own positions."""
+    """Factor by which sequences may be longer than the model's maximum."""
     original_max_position_embeddings: Count | None = None
     """With yarn: the positions that factor multiplies; by default the config's max_position_embeddings."""
 
@@ -47,23 +47,25 @@ class Model(Table):
     """A chat template used instead of the tokenizer's: "chatml", "llama3", "gemma", "phi3", "mistral" or "plain", where
     the vocabulary has its tokens (plain needs none); else Jinja text, or a path ending in .jinja."""
     add_tokens: list[str] = []
-    """Tokens whose rows of embedding and head are trained, the only ones with LoRA; those missing are added."""
+    """Tokens to train in embedding and head; missing ones are added. With LoRA, only the rows of these tokens are
+    trained."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Dtype of the base weights. auto: bfloat16 where the device has it, else float16 on CUDA, float32 on a CPU."""
+    """Dtype of the base weights. auto: bfloat16 if the device supports it, else float16 on CUDA, float32 on a CPU."""
     attention: AttentionChoice = "auto"
-    """Attention kernel. flash: the best flash attention that is installed and runs on the GPU; auto: that where there
-    is one, else sdpa, else eager. The other values name one kernel: varlen is torch's own flash attention."""
+    """Attention kernel. flash: the best flash attention that is installed and runs on the GPU; auto: that if available,
+    else sdpa, else eager. Other values select one kernel: varlen is torch's own flash attention."""
     attention_dropout: Literal["auto", "keep", "off"] = "auto"
-    """What becomes of the attention dropout in the model's config. auto: kept in eager attention, with masks keyed by
-    (seed, step, sample, module); switched off with a warning in other kernels, whose masks would change with the
-    micro-batch. keep: also kept in sdpa and flash_attention_2 on CUDA, where an out-of-memory error or another
-    micro-batch then changes what is learned. off: switched off."""
+    """How to handle attention dropout in the model's config. auto: kept in eager attention, with masks keyed by (seed,
+    step, sample, module); disabled with a warning in other kernels, whose masks would depend on the micro-batch. keep:
+    also kept in sdpa and flash_attention_2 on CUDA, where an out-of-memory error or a different micro-batch then
+    changes the training result. off: disabled."""
     kernels: Literal["auto", "torch"] = "auto"
-    """auto: Liger's norms, gated blocks, rotary embedding on CUDA, if installed; torch: the model's own operations."""
+    """auto: Liger's norms, gated blocks and rotary embedding on CUDA, if installed; torch: the model's own
+    operations."""
     quantize: Literal["none", "nf4"] = "none"
     """nf4 stores the frozen base in 4 bits (bitsandbytes, CUDA only)."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """random: random weights of the model's real shapes, without a download, for rehearsals."""
+    """random: random weights with the model's shapes, without a download, for rehearsals."""
     rope_scaling: RopeScaling | None = None
     """Scaling of rotary positions, for data.max_length beyond the model's."""
 
@@ -72,20 +74,21 @@ class Method(Table):
     """Which weights are trained."""
 
     kind: Literal["lora", "full"] = "lora"
-    """lora: low-rank adapters beside a frozen base; full: the weights themselves."""
+    """lora: low-rank adapters on a frozen base; full: all weights."""
     objective: Literal["sft", "dpo"] = "sft"
-    """sft: the answers of the data are imitated (supervised fine-tuning). dpo: of two answers to a prompt the chosen
-    one becomes likelier than the rejected one, as [preference] says; train.batch_size then counts pairs."""
+    """sft: supervised fine-tuning on the answers in the data. dpo: preference training, where the chosen of two answers
+    becomes likelier than the rejected one, with the loss set in [preference]; train.batch_size then counts pairs."""
     rank: Count = 16
     """LoRA rank."""
     alpha: Positive | None = None
     """The update is scaled by alpha/rank (alpha/sqrt(rank) with rslora). By default twice the rank."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """LoRA dropout; masks are keyed by (seed, step, sample, module), whatever the split."""
+    """LoRA dropout; masks are keyed by (seed, step, sample, module), independent of the micro-batch."""
     targets: Literal["all-linear", "attention"] | list[str] = "all-linear"
-    """Modules that get adapters: every linear layer but the head, the attention projections, or globs on names."""
+    """Modules that get adapters: all linear layers except the head, the attention projections, or globs for module
+    names."""
     exclude: list[str] = []
-    """Globs on module names that get no adapter."""
+    """Globs for module names that get no adapter."""
     dora: bool = False
     """Weight-decomposed adapters (DoRA)."""
     rslora: bool = False
@@ -93,11 +96,11 @@ class Method(Table):
     adapter_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the adapters."""
     also_train: list[str] = []
-    """Beside LoRA: parameters trained in full (globs on dotted names; "**" crosses dots)."""
+    """With LoRA: parameters that are also trained, in full (globs for dotted names; "**" also matches dots)."""
     train_only: list[str] = []
-    """With kind = "full": only these parameters are trained (globs on dotted names)."""
+    """With kind = "full": only these parameters are trained (globs for dotted names)."""
     freeze: list[str] = []
-    """With kind = "full": parameters that are not trained (globs on dotted names)."""
+    """With kind = "full": parameters that are not trained (globs for dotted names)."""
 
     @property
     def effective_alpha(self) -> float:
@@ -106,10 +109,10 @@ class Method(Table):
 
 
 class ParameterGroup(Table):
-    """Parameters with a learning rate or weight decay of their own."""
+    """Parameters with a separate learning rate or weight decay."""
 
     match: str
-    """Glob on dotted parameter names; "**" crosses dots."""
+    """Glob for dotted parameter names; "**" also matches dots."""
     learning_rate: Positive | None = None
     """Peak learning rate of these parameters."""
     weight_decay: NonNegative | None = None
@@ -129,69 +132,69 @@ class Train(Table):
     """Sequences of the longest length per forward pass at the start; auto: as many as the plan predicts to fit."""
     learning_rate: Positive | None = None
     """Peak learning rate. By default 2e-4 with method.kind = "lora", 2e-5 with "full"; with method.objective = "dpo"
-    5e-6 and 1e-6. Each stage has the default of its own method."""
+    5e-6 and 1e-6. Each stage uses the default for its method."""
     min_learning_rate: NonNegative = 0.0
     """Learning rate at the end of the schedule."""
     scheduler: Literal["cosine", "linear", "constant", "cosine_with_restarts", "polynomial", "wsd"] = "cosine"
-    """Shape of the learning rate after warm-up. wsd (warm-up, stable, decay): the peak rate until the last steps, which
-    decay_ratio and decay_shape describe; its warm-up begins at min_learning_rate."""
+    """Learning rate schedule after warm-up. wsd (warm-up, stable, decay): the peak rate until the final decay, which
+    decay_ratio and decay_shape set; its warm-up begins at min_learning_rate."""
     restarts: Count = 1
     """Cycles of cosine_with_restarts."""
     power: Positive = 1.0
     """Exponent of polynomial; 1 is linear."""
     decay_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Share of the steps in which wsd decays, at the end; by default 0.1."""
+    """Fraction of the steps, at the end, in which wsd decays; by default 0.1."""
     decay_shape: Literal["cosine", "linear", "1-sqrt"] | None = None
     """How wsd decays; by default cosine. 1-sqrt: one minus the square root of the progress."""
     warmup_ratio: Fraction | None = None
-    """Share of the steps spent warming up."""
+    """Fraction of the steps used for warm-up."""
     warmup_steps: CountOrZero | None = None
-    """Steps spent warming up; shortened where the run is shorter."""
+    """Warm-up steps; shortened if the run is shorter."""
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "sgd"] = "adamw"
-    """adamw is torch's fused one; adamw_8bit needs bitsandbytes on CUDA. adafactor is torch's: an update is
-    learning_rate, at most 1/sqrt(step), times the root mean square of the weight. The Hugging Face Trainer's adafactor
-    does not scale learning_rate, so a rate chosen for it learns far slower here."""
+    """adamw is torch's fused AdamW; adamw_8bit needs bitsandbytes on CUDA. adafactor is torch's: an update is
+    learning_rate (at most 1/sqrt(step)) times the root mean square of the weight. The Hugging Face Trainer's adafactor
+    does not scale learning_rate, so a rate chosen for it trains far more slowly here."""
     rounding: Literal["exact", "stochastic", "nearest"] = "exact"
-    """How updates of weights that are trained in bf16 are rounded. bf16 has 8 bits: an update below 1/512 of a weight
-    is lost when it is rounded to nearest. exact: the 16 bits that rounding drops are kept beside each weight; together
-    they are the fp32 weight. stochastic: rounded up or down by chance, right on average, without additional bytes.
-    nearest: rounded to the nearest. Weights that are trained in float32 or float16 are not affected."""
+    """How updates of bf16 weights are rounded. bf16 has 8 significant bits, so an update below 1/512 of a weight is
+    lost when it is rounded to nearest. exact: the 16 bits that rounding drops are kept in addition to each weight;
+    together they form the fp32 weight. stochastic: rounded up or down at random, exact on average, without additional
+    memory. nearest: rounded to nearest. Weights trained in float32 or float16 are not affected."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the state of adamw, and of sgd's momentum, for weights that are trained in bf16; other weights have
-    state of their own dtype. bfloat16 is rounded stochastically, or to nearest with rounding = "nearest", which then
-    is torch's own optimizer on bf16 weights."""
+    """Dtype of the state of adamw, and of sgd's momentum, for weights trained in bf16; the state of other weights has
+    their dtype. bfloat16 is rounded stochastically, or to nearest with rounding = "nearest", which equals torch's
+    optimizer on bf16 weights."""
     optimizer_offload: bool = False
     """Keep optimizer state in host memory."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Momentum of sgd."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay, on matrices; biases and norms are left out."""
+    """Decoupled weight decay for matrices; biases and norms are excluded."""
     betas: Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
     """Decay rates of Adam's two averages."""
     eps: Positive = 1e-8
     """Adam's epsilon."""
     max_grad_norm: NonNegative = 1.0
-    """Clip the global gradient norm here; 0 does not clip."""
+    """Clip the global gradient norm to this value; 0: no clipping."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of the target probability that is spread over the vocabulary."""
+    """Fraction of the target probability that is spread over the vocabulary."""
     seed: CountOrZero = 0
     """Seed of sample order, initial weights, dropout and generated data."""
     gradient_checkpointing: Literal["auto"] | bool | Count = "auto"
-    """Recompute activations in the backward pass instead of keeping them: of all layers, of none, or of so many, the
-    first ones. auto: of as few as the memory needs, by the plan."""
+    """Recompute activations in the backward pass instead of keeping them: in all layers, in none, or in the first N
+    layers. auto: in as few layers as the plan needs to fit."""
     mlp_tiles: Count = 1
-    """Tiled MLP: compute feed-forward blocks in so many pieces of each sequence, and each piece again in the backward
-    pass. Saves memory with long sequences; the results are the same."""
+    """Tiled MLP: compute feed-forward blocks in this many pieces of each sequence, and recompute each piece in the
+    backward pass. Saves memory with long sequences; the results are the same."""
     activation_offload: bool = False
     """Keep saved activations in host memory."""
     loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
-    """How the loss is computed; auto never holds a tensor of tokens x vocabulary."""
+    """How the loss is computed; auto never allocates a tensor of tokens x vocabulary."""
     compile: bool = False
-    """torch.compile the decoder layers in training. They are compiled before the first step, and used if they then
-    equal the layers as they are: the proof compile, which says how long it took."""
+    """Use torch.compile for the decoder layers in training. They are compiled before the first step, and used if they
+    give the same results as the uncompiled layers (the check compile, which also reports the time)."""
     deterministic: bool = False
-    """Use only deterministic kernels, which are slower: bit-for-bit resume on CUDA. A run that needs a kernel without a
-    deterministic version is refused, with its name."""
+    """Use only deterministic kernels, which are slower but allow bit-for-bit resume on CUDA. If a kernel has no
+    deterministic version, the run ends with an error that names it."""
     log_every_steps: Count = 1
     """Optimizer steps between two step events."""
     groups: list[ParameterGroup] = []
@@ -210,14 +213,14 @@ class Checkpoint(Table):
     every_steps: Count | None = None
     """Optimizer steps between checkpoints."""
     per_epoch: Count | None = None
-    """Checkpoints in each epoch, at equal distances; the last is at its end."""
+    """Checkpoints per epoch, evenly spaced; the last one is at its end."""
     every_minutes: NonNegative = 30.0
-    """Minutes between checkpoints; 0: none by time."""
+    """Minutes between checkpoints; 0: no checkpoints by time."""
     keep: Count = 2
-    """Number of newest checkpoints to keep; the best one is kept in addition."""
+    """Number of newest checkpoints to keep, in addition to the best one."""
     best_metric: str = "loss"
     """Metric that decides the best checkpoint: lowest for loss and perplexity, highest for all others. With several
-    validation sources also the metric of one, such as "NAME/loss"."""
+    validation sources, also the metric of one of them, such as "NAME/loss"."""
     result: Literal["best", "last"] = "last"
     """Which weights become the result."""
 
@@ -226,13 +229,14 @@ class Moe(Table):
     """Settings for mixture-of-experts models."""
 
     freeze_router: bool | None = None
-    """true: the router is not trained; false: it is trained in full, also beside LoRA. By default true beside LoRA,
-    false in full fine-tuning."""
+    """true: the router is not trained; false: it is trained in full, also with LoRA. By default true with LoRA, false
+    in full fine-tuning."""
     aux_loss_weight: NonNegative | None = None
     """Weight of the auxiliary loss that balances the experts, computed per sequence and layer over the whole step. By
     default the model's router_aux_loss_coef if the router is trained, else 0."""
     watch_experts: bool = True
-    """Count each expert's tokens: in step events, in experts/ at evaluations, with warnings where it has few."""
+    """Count the tokens of each expert: in step events, in experts/ at evaluations, and with a warning for experts with
+    few tokens."""
 
 
 class Generate(Table):
@@ -241,13 +245,13 @@ class Generate(Table):
     max_new_tokens: Count = 128
     """Longest answer."""
     temperature: NonNegative = 0.0
-    """0 is greedy: the likeliest token each time."""
+    """0 is greedy: always the likeliest token."""
     top_k: CountOrZero = 0
-    """0 switches it off."""
+    """0 disables it."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus sampling."""
     repetition_penalty: Positive = 1.0
-    """1 switches it off."""
+    """1 disables it."""
     seed: CountOrZero = 0
     """Seed of sampling."""
 
@@ -267,34 +271,34 @@ class Backoff(Table):
     ]  # fmt: skip
     """Remedies in the order in which they are tried."""
     allow_learning_changes: list[Literal["max_length"]] = []
-    """Remedies that change what is learned, allowed by name: max_length truncates the longest sequences when not even
-    one of them fits."""
+    """Allowed remedies that change the training result: max_length truncates the longest sequences if a single one does
+    not fit."""
     grow: bool = True
     """Let the micro-batch budget grow again after steps without an out-of-memory error."""
 
 
 class RecipeParallel(Table):
-    """How several devices share a run of this recipe. Keys that are given here replace the profile's; with one device
-    none of them counts."""
+    """How several devices share a run of this recipe. Keys set here replace those of the profile; with one device they
+    have no effect."""
 
     strategy: Literal["auto", "single", "replicated", "sharded"] | None = None
-    """A single device, replicated weights, or sharded weights (FSDP2); auto: replicated where the model fits each
-    device, else sharded. By default the profile's."""
+    """A single device, replicated weights, or sharded weights (FSDP2); auto: replicated if the model fits each device,
+    else sharded. By default the profile's."""
     shard: Literal["gradients", "parameters"] | None = None
-    """What "sharded" spreads over the devices: gradients and optimizer state (ZeRO-2), or parameters too (ZeRO-3). By
-    default the profile's."""
+    """What "sharded" distributes over the devices: gradients and optimizer state (ZeRO-2), or parameters as well
+    (ZeRO-3). By default the profile's."""
     sequence: Literal["auto"] | Count | None = None
-    """How many devices share one sequence; auto: the fewest with which the longest sequence fits. By default the
-    profile's."""
+    """Number of devices that share one sequence; auto: the smallest number with which the longest sequence fits. By
+    default the profile's."""
 
 
 class Stage(Table):
-    """One stage of a staged run: a process of its own, with its own values of any of the recipe's tables."""
+    """One stage of a staged run: a separate process, with its own values for any table of the recipe."""
 
     name: Name
     """The name that --set uses: stages.NAME.train.learning_rate=1e-5."""
     kind: Literal["train", "assemble"] = "train"
-    """train, or assemble experts of earlier stages into a mixture."""
+    """train, or assemble experts of earlier stages into a mixture of experts."""
     from_: str | list[str] | None = Field(None, alias="from")
     """train: the earlier stage to start from, instead of [model]. assemble: two or more earlier stages, one for each
     expert; "base" is the recipe's own [model], and a name may be repeated."""
@@ -303,7 +307,7 @@ class Stage(Table):
     experts_per_token: Count | None = None
     """assemble: experts each token is routed to; by default 2."""
     shared: list[str] = []
-    """assemble: globs on parameters taken from the first expert where the experts differ; others are averaged."""
+    """assemble: globs for parameters to take from the first expert where the experts differ; others are averaged."""
     router: Literal["random", "hidden"] | None = None
     """assemble: initial router weights. random (the default), or hidden: the direction of each expert's own data in
     the hidden states of the recipe's model."""
@@ -341,14 +345,14 @@ class Recipe(Table):
     kind: Literal["recipe"] = "recipe"
     """Always "recipe"."""
     name: Name = ""
-    """Name of the recipe. May be left out, because the file's name without .toml counts."""
+    """Name of the recipe. Optional: the name is that of the file without .toml."""
     title: str = ""
     """One line of description, for lists."""
     notes: str = ""
     """Anything a reader should know."""
     profile: Name | None = None
-    """The hardware profile that the recipe is meant for; `recipes list` shows whether it fits there. Any other may be
-    chosen."""
+    """The hardware profile that the recipe is made for; `recipes list` shows whether it fits there. Any other profile
+    can be used."""
     model: Model
     method: Method = Method()
     preference: Preference = Preference()
@@ -364,7 +368,7 @@ class Recipe(Table):
     trackers: Trackers = Trackers()
     finish: Finish = Finish()
     sweep: dict[str, list[Any]] = {}
-    """Dotted key = the values to try."""
+    """Dotted key = list of values to try."""
     stages: list[Stage] = []
     """Stages, in order."""
 

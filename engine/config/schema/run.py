@@ -18,23 +18,24 @@ class Device(Table):
     """The accelerator, and the part of its memory a run may use."""
 
     kind: Literal["cuda", "cpu", "metered"]
-    """cuda, cpu, or metered: a simulated device that counts CPU bytes and refuses allocations above its capacity."""
+    """cuda, cpu, or metered: a simulated device that counts CPU bytes and fails allocations above its capacity."""
     count: Count = 1
     """Number of devices on each machine."""
     memory_gib: Positive
     """Total memory of one device in GiB, as the driver reports it; less than its nominal size."""
     reserve_gib: NonNegative = 0.0
-    """Memory left free on each device, in GiB, also for the CUDA context. Capacity is memory minus reserve."""
+    """Memory to leave free on each device, in GiB, including the CUDA context. Capacity is memory minus reserve."""
     host_memory_gib: Positive | None = None
-    """Host memory of each machine in GiB, which offloads share; left out: that of the machine that plans."""
+    """Host memory of each machine in GiB, available for offloading; by default that of the machine that makes the
+    plan."""
     compute_capability: Positive | None = None
-    """CUDA compute capability, such as 9.0; decides bf16 and flash attention before the device is seen."""
+    """CUDA compute capability, such as 9.0; determines bf16 and flash attention when the device is not present."""
     bandwidth_gbs: Positive | None = None
     """Memory bandwidth in GB/s, from the datasheet."""
     peak_tflops: Positive | None = None
     """Dense bf16 (else fp16) tensor throughput in TFLOP/s, from the datasheet; MFU is measured against it."""
     price_per_hour: NonNegative | None = None
-    """What one device costs in an hour, in any currency; plans then tell what a run costs."""
+    """Cost of one device per hour, in any currency; plans then show the cost of a run."""
     allocator: str | None = None
     """Value of PYTORCH_CUDA_ALLOC_CONF, such as 'expandable_segments:True'."""
 
@@ -53,7 +54,7 @@ class Parallel(Table):
     shard: Literal["gradients", "parameters"] = "parameters"
     """What "sharded" spreads over the devices: gradients and optimizer state (ZeRO-2), or parameters too (ZeRO-3)."""
     sequence: Count = 1
-    """How many devices share one sequence."""
+    """Number of devices that share one sequence."""
     timeout_seconds: Positive = 600.0
     """How long ranks wait for each other before all are restarted from the last checkpoint."""
 
@@ -62,15 +63,15 @@ class Nodes(Table):
     """How a run is spread over several machines."""
 
     count: Count = 1
-    """How many machines."""
+    """Number of machines."""
     launcher: Literal["slurm", "skypilot"] | None = None
-    """What `tunedeck launch` writes a script for."""
+    """The target that `tunedeck launch` writes a script for."""
     partition: str | None = None
     """Slurm partition."""
     account: str | None = None
     """Slurm account."""
     time_limit: str | None = None
-    """Wall-clock limit, in the launcher's own notation."""
+    """Wall-clock limit, in the launcher's notation."""
     cloud: str | None = None
     """SkyPilot cloud."""
     accelerators: str | None = None
@@ -87,7 +88,7 @@ class Profile(Table):
     kind: Literal["profile"] = "profile"
     """Always "profile"."""
     name: Name = ""
-    """Name of the profile. May be left out, because the file's name without .toml counts."""
+    """Name of the profile. Optional: the name is that of the file without .toml."""
     title: str = ""
     """One line for lists."""
     notes: str = ""

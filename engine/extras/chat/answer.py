@@ -226,8 +226,8 @@ class Speaker:
         prompt = conversation.fitted(self.tokens, room)
         ids, left_out = prompt.ids, prompt.left_out
         if left_out:
-            self.notify(f"{self.model.label}: the history is longer than {room} tokens; its oldest {left_out} turns "
-                        "are left out of the prompt")  # fmt: skip
+            self.notify(f"{self.model.label}: the history is longer than {room} tokens; "
+                        f"the oldest {left_out} turns are left out of the prompt")  # fmt: skip
         left = MOST_POSITIONS if self.positions is None else self.positions - len(ids)
         if left < 1:
             raise DataError(
@@ -235,8 +235,8 @@ class Speaker:
                 fix="shorten the prompt",
             )
         if left < settings.max_new_tokens:
-            self.notify(f"{self.model.label}: the answer ends after {left} tokens: the model has {self.positions} "
-                        f"positions, and the prompt takes {len(ids)}")  # fmt: skip
+            self.notify(f"{self.model.label}: the answer is limited to {left} tokens, because the model has "
+f"{self.positions} positions and the prompt takes {len(ids)}")  # fmt: skip
             settings = settings.model_copy(update={"max_new_tokens": left})
         return prompt, settings
 
@@ -274,8 +274,8 @@ class Speaker:
         fewer = settings.max_new_tokens // 2
         if not fewer:
             raise MemoryExhaustedError(
-                f"out of memory in an answer of one token to {prompt_tokens} tokens",
-                fix="shorten the prompt, name fewer models, or use a profile with more memory",
+                f"out of memory for an answer of one token to a prompt of {prompt_tokens} tokens",
+                fix="shorten the prompt, chat with fewer models, or use a profile with more memory",
             )
         self.notify(f"{self.model.label}: out of memory; answering again with at most {fewer} new tokens")
         return settings.model_copy(update={"max_new_tokens": fewer})

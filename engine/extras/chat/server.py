@@ -61,7 +61,7 @@ class ChatProcess:
             request = self.inbox.next()
             if request is None:
                 if time.monotonic() - self._asked_at > self.idle_seconds:
-                    self.ending = f"nothing was asked for {self.idle_seconds / 60:.0f} minutes"
+                    self.ending = f"no question for {self.idle_seconds / 60:.0f} minutes"
                 time.sleep(POLL_SECONDS)
                 continue
             try:
@@ -92,7 +92,7 @@ class ChatProcess:
         elif name == "base":
             self._answer_base()
         elif name == "again" and not self.state.exchanges:
-            self.write("chat_refused", text="nothing was asked yet")
+            self.write("chat_refused", text="no question yet")
         else:
             self._ask(request)
 
@@ -100,7 +100,9 @@ class ChatProcess:
         try:
             checked = Generate.model_validate(settings)
         except ValueError as error:
-            raise UsageError(f"{settings} are no settings of [generate]: {error}", fix="see docs/recipes.md") from error
+            raise UsageError(
+                f"{settings} are not settings of [generate]: {error}", fix="see docs/recipes.md"
+            ) from error
         for speaker in [*self.chat.speakers, *([self.chat.base] if self.chat.base else [])]:
             speaker.settings = checked
         more = {"system": system} if system is not None else {}
@@ -124,7 +126,10 @@ class ChatProcess:
     def _answer_base(self) -> None:
         """The base answers what the first model was asked, after the same turns, with the same draw."""
         if self.chat.base is None or not self.state.exchanges:
-            self.write("chat_refused", text="there is no base here: these models were not trained from one in memory")
+            self.write(
+                "chat_refused",
+                text="no base model is available: none of these models was loaded as an adapter on a base",
+            )
             return
         self._answer(self.chat.base, self.state.models[0])
         self.write("chat_answered")

@@ -65,13 +65,13 @@ def weights_of_run(place: RunDirectory, which: str | None, notify: Notify) -> Pa
     whole = next((found for found in find_checkpoints(place.checkpoints) if not damage(found)), None)
     if whole is None:
         raise UsageError(
-            f"{place.name} has neither a result nor a checkpoint yet",
+            f"{place.name} has no result or checkpoint yet",
             fix=f"write one while it trains: tunedeck checkpoint {typed_name(place)}"
             if running_engine(place)
-            else f"train it further: tunedeck resume {typed_name(place).partition('/')[0]}",
+            else f"continue training: tunedeck resume {typed_name(place).partition('/')[0]}",
         )
     result_files(whole.weights, place.path)
-    notify(f"{place.name} has no result yet: its newest checkpoint, step {whole.step}, answers")
+    notify(f"{place.name} has no result yet; using its newest checkpoint, step {whole.step}")
     return whole.weights
 
 
@@ -127,7 +127,7 @@ def _load(
         if not obstacle:
             name = _add_adapter(loaded, str(adapter), spec, f"chat{number}", device)
             return ChatModel(source.label, spec, loaded, name)
-        notify(f"{source.label} {obstacle}: it is loaded with a separate base")
+        notify(f"{source.label} {obstacle}, so it is loaded with its own copy of the base")
     if source.base and starting is not None:
         spec = _without_adapter(spec)
     tokenizer = load_tokenizer(spec.recipe.model, trust_remote_code=spec.limits.trust_remote_code)
@@ -207,7 +207,7 @@ def _saves_whole_modules(folder: Path) -> bool:
 
 
 def facts_for_memory(spec: RunSpec) -> tuple[Architecture, MemoryConfig] | None:
-    """None without a closed form of the architecture."""
+    """None without a memory formula of the architecture."""
     try:
         arch = from_config(model_config_dict(spec))
     except UnknownArchitectureError:
@@ -216,8 +216,8 @@ def facts_for_memory(spec: RunSpec) -> tuple[Architecture, MemoryConfig] | None:
 
 
 def require_room(sources: Sequence[ChatSource], device: Device) -> None:
-    """Raise DoesNotFitError if the weights of all bases, and the cache of a short answer, exceed the free memory.
-    4-bit weights and architectures without a closed form are tried instead."""
+    """Raise DoesNotFitError if the weights of all bases, and the cache of a short answer, exceed the free memory. 4-bit
+    weights and architectures without a memory formula are tried instead."""
     needed_bytes, bases = 0, set()
     for source in sources:
         facts = facts_for_memory(source.spec)
@@ -236,11 +236,12 @@ def require_room(sources: Sequence[ChatSource], device: Device) -> None:
         if holders:
             raise DeviceBusyError(
                 f"{found}{device.name}, which is held by {holders}",
-                fix="wait until they end, or talk on the CPU: -p with a profile of kind cpu",
+                fix="wait until they end, or chat on the CPU: -p with a profile of kind cpu",
             )
         raise DoesNotFitError(
             f"{found}{device.name}",
-            fix="name fewer models, lower generate.max_new_tokens with --set, or use a profile with more memory: -p",
+            fix="chat with fewer models, lower generate.max_new_tokens with --set, or use a profile with more "
+            "memory: -p",
         )
 
 

@@ -83,13 +83,13 @@ class Judgement:
     def told(self, title: str) -> str:
         count = len(self.verdicts)
         same, ties = self.verdicts.count("same"), self.verdicts.count("tie")
-        text = f"{title} gives our greedy answer on {same} of {count} prompts"
+        text = f"{title} gives the same greedy answer as Tunedeck on {same} of {count} prompts"
         if ties:
-            text += f", on {ties} up to a token that rounding decides"
+            text += f", on {ties} until a token where rounding decides"
         if ignored := self.verdicts.count("base"):
-            text += f", on {ignored} what the base answers without the adapter"
+            text += f", on {ignored} it gives the answer of the base without the adapter"
         if self.changed is not None:
-            text += f"; the base alone answers {self.changed} of {count} otherwise"
+            text += f"; the base alone answers {self.changed} of {count} differently"
         if self.changed == 0:
             text += ", so these prompts do not show that the adapter is used"
         return text

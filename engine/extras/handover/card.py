@@ -87,7 +87,7 @@ class Facts:
 
 
 def write_card(result: Result, spec: RunSpec, directory: RunDirectory, facts: Facts) -> str:
-    """The whole README.md. The same for the same run, so that sending it again changes nothing."""
+    """The whole README.md. The same for the same run, so that sending it again has no effect."""
     events = list(_events(directory))
     scores = read_scores(directory, events, facts.step)
     parts = [
@@ -99,7 +99,7 @@ def write_card(result: Result, spec: RunSpec, directory: RunDirectory, facts: Fa
         f"## Versions\n\n{_table(_versions(events))}",
     ]
     if facts.form == "adapter" and result.merged_only:
-        parts.insert(3, "Servers such as vLLM take it merged only: " + "; ".join(result.merged_only) + ".")
+        parts.insert(3, "Servers such as vLLM need it merged: " + "; ".join(result.merged_only) + ".")
     metadata = _metadata(spec, facts, scores).to_yaml()
     text = f"---\n{metadata}\n---\n\n" + "\n\n".join(filter(None, parts)) + "\n\n"
     return f"{text}<!-- card of tunedeck {_digest(text)} -->\n"
@@ -188,7 +188,7 @@ def _use(result: Result, spec: RunSpec, facts: Facts) -> str:
     lines.append(f"tokenizer = AutoTokenizer.from_pretrained({repo})")
     if facts.form == "adapter":
         lines.insert(0, "from peft import PeftModel")
-        base = json.dumps(facts.origin.hub_id or "PATH OF THE BASE")
+        base = json.dumps(facts.origin.hub_id or "PATH OF THE BASE MODEL")
         revision = f", revision={json.dumps(facts.origin.revision)}" if facts.origin.revision else ""
         lines.append(f"model = {model_class}.from_pretrained({base}{revision})")
         if spec.recipe.model.add_tokens:
@@ -214,10 +214,10 @@ def _answers(result: Result) -> list[tuple[str, str]]:
     ends = result.tokenizer.convert_ids_to_tokens(list(result.ends))
     told = ", ".join(f"`{name} = {json.dumps(value)}`" for name, value in result.variables.items())
     return [
-        ("An answer ends with", ", ".join(f"`{token}`" for token in ends) or "no token that is known"),
-        ("The chat template is told", told or ("messages alone" if result.tokenizer.chat_template else "")),
-        ("System prompt", "part of every sample, and not published here" if result.system else ""),
-        ("Length trained", f"{result.context:,} tokens"),
+        ("An answer ends with", ", ".join(f"`{token}`" for token in ends) or "no known token"),
+        ("Variables of the chat template", told or ("none" if result.tokenizer.chat_template else "")),
+        ("System prompt", "part of every training sample; not published here" if result.system else ""),
+        ("Training length", f"{result.context:,} tokens"),
     ]
 
 
@@ -228,15 +228,15 @@ def _training(recipe: Recipe, events: list[Event], facts: Facts) -> list[tuple[s
     counts = f": {started['samples']:,} samples, {started['tokens']:,} tokens" if started else ""
     targets = method.targets if isinstance(method.targets, str) else ", ".join(method.targets)
     lora = f"{'DoRA' if method.dora else 'LoRA'}, rank {method.rank}, alpha {method.effective_alpha:g}, on {targets}"
-    also = f"; also in full: {', '.join(method.also_train)}" if method.also_train else ""
+    also = f"; trained in full: {', '.join(method.also_train)}" if method.also_train else ""
     base = f"; base in {recipe.model.quantize}" if recipe.model.quantize != "none" else ""
-    warm_up = f", {train.warmup_steps} steps of warm-up" if train.warmup_steps else ""
+    warm_up = f", {train.warmup_steps} warm-up steps" if train.warmup_steps else ""
     objective = f"{method.objective} ({recipe.preference.loss})" if method.objective == "dpo" else method.objective
     return [
         ("Data", ", ".join(names) + counts),
         ("Objective", objective),
         ("Method", f"{lora}{also}{base}" if method.kind == "lora" else "full fine-tuning"),
-        ("Steps", f"{facts.step:,} of {started['batch_size']} sequences" if started else f"{facts.step:,}"),
+        ("Steps", f"{facts.step:,} with {started['batch_size']} sequences each" if started else f"{facts.step:,}"),
         ("Epochs", f"{started['epochs']:g}" if started.get("epochs") else ""),
         ("Learning rate", f"{train.peak_learning_rate:g}, {train.scheduler}{warm_up}"),
         ("Optimizer", f"{train.optimizer}, weight decay {train.weight_decay:g}"),

@@ -46,8 +46,8 @@ def require_program(words: Sequence[str], consumer: str) -> None:
 
 def not_installed(consumer: str) -> EnvironmentProblem:
     return EnvironmentProblem(
-        f"--check: {PROGRAMS[consumer]} is not installed here; everything else is written",
-        fix=f"{INSTALL[consumer]}, put its programs on the path, and check again",
+        f"--check: {PROGRAMS[consumer]} is not installed; all files were written",
+        fix=f"{INSTALL[consumer]}, add its programs to PATH, and check again",
     )
 
 
@@ -91,9 +91,9 @@ def ask_llama_cpp(gguf: Path, prompts: Sequence[Prompt], log: Path, notify: Call
     for prompt, tokens in zip(prompts, found["tokens"], strict=True):
         if tokens != prompt.ids:
             raise EnvironmentProblem(
-                f"llama.cpp reads {prompt.text!r} as other tokens than we do: {tokens[:12]}, not {prompt.ids[:12]}",
+                f"llama.cpp tokenises {prompt.text!r} differently: {tokens[:12]}, not {prompt.ids[:12]}",
                 expected="the tokenizer of the model",
-                fix="convert with a newer converter: it does not know how this tokenizer parts words",
+                fix="use a newer converter: this one does not support the pre-tokenizer",
             )
     return [str(text) for text in found["answers"]]
 
@@ -170,9 +170,11 @@ def _post(address: str, body: dict[str, Any]) -> dict[str, Any]:
             found: dict[str, Any] = json.load(answer)
     except urllib.error.HTTPError as error:
         said = error.read().decode("utf-8", "replace")[:500]
-        raise EnvironmentProblem(f"{address} refuses: {error.code} {said}", fix="serve the merged model") from error
+        raise EnvironmentProblem(
+            f"{address} returned an error: {error.code} {said}", fix="serve the merged model"
+        ) from error
     except (urllib.error.URLError, ConnectionError, TimeoutError, ValueError) as error:
-        raise EnvironmentProblem(f"{address} does not answer: {error}", fix="start it, and check again") from error
+        raise EnvironmentProblem(f"{address} does not respond: {error}", fix="start it, then repeat --check") from error
     return found
 
 
@@ -180,14 +182,17 @@ def _failed(what: str, code: int | None, log: Path) -> EnvironmentProblem:
     """`code`: the exit code, negative or above 128 after a signal; None: it still runs, and does not answer."""
     lines = log.read_text("utf-8", "replace").strip().splitlines()[-TAIL:]
     end = f"; the end of {log}:\n  " + "\n  ".join(lines) if lines else f"; {log} is empty"
-    fix = "see the log; a model may need --merged"
+    fix = "see the log; the model may need --merged"
     number = -code if code is not None and code < 0 else (code or 0) - SHELL_SIGNAL
     if code is None:
-        how = f"does not answer after {START_SECONDS:.0f} s"
+        how = f"does not respond after {START_SECONDS:.0f} s"
     elif number in set(signal.Signals):
-        how = f"was ended by {signal.Signals(number).name}"
+        how = f"was terminated by {signal.Signals(number).name}"
         if number == signal.SIGILL:
-            fix = "install a build for this processor: this one uses instructions that it lacks"
+            fix = (
+                "install a build for this processor: the installed one uses instructions that the processor does "
+                "not have"
+            )
     else:
         how = f"failed with exit code {code}"
     return EnvironmentProblem(f"{what} {how}{end}", fix=fix)

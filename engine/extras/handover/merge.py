@@ -73,9 +73,10 @@ def compare_bases(seen: list[Tensor], kept: list[Tensor], rounded: list[Tensor])
     merged onto the base's own weights, and onto the base rounded to 4 bits and back."""
     largest = max(float(each.abs().max()) for each in seen)
     return (
-        "beside the 4-bit base that the adapter was trained on, the largest difference of logits is "
-        f"{largest_difference(seen, kept):.2g} merged onto the base's own weights, "
-        f"{largest_difference(seen, rounded):.2g} merged onto the dequantized ones (largest logit {largest:.2g})"
+        "largest difference of logits from the adapter on its 4-bit base: "
+        f"{largest_difference(seen, kept):.2g} if merged into the original weights, "
+        f"{largest_difference(seen, rounded):.2g} if merged into the dequantised ones (largest logit "
+        f"{largest:.2g})"
     )
 
 
@@ -85,14 +86,16 @@ def compare_logits(adapter: list[Tensor], merged: list[Tensor], *, has_routers: 
     difference, largest = largest_difference(adapter, merged), max(float(each.abs().max()) for each in adapter)
     same = sum(int(one[-1].argmax() == other[-1].argmax()) for one, other in zip(adapter, merged, strict=True))
     told = (
-        f"largest difference of merged and adapter logits on {len(PROMPTS)} prompts: {difference:.2g} "
-        f"(largest logit {largest:.2g}); next token the same on {same} of {len(PROMPTS)}"
+        f"largest difference between merged and adapter logits on {len(PROMPTS)} prompts: {difference:.2g} "
+        f"(largest logit {largest:.2g}); same next token on {same} of {len(PROMPTS)}"
     )
     each_position = [(one - other).abs().amax(dim=-1) for one, other in zip(adapter, merged, strict=True)]
     decides = float(torch.cat(each_position).median()) if has_routers else difference
     if not decides <= OTHER_MODEL * largest:
         raise EnvironmentProblem(
-            told, expected="the merged model to compute what the adapter does", fix="serve the adapter, and report this"
+            told,
+            expected="a merged model with the same outputs as the adapter",
+            fix="serve the adapter, and report this",
         )
     return told
 
@@ -129,18 +132,20 @@ def merge(
     """
     if not (adapter / ADAPTER_CONFIG).is_file():
         raise UsageError(
-            f"{adapter} holds no adapter", expected="the result of a LoRA run", fix="a full model needs no merging"
+            f"{adapter} does not contain an adapter",
+            expected="the result of a LoRA run",
+            fix="the result is a full model, which needs no merging",
         )
     if target.exists():
-        raise UsageError(f"{target} exists already", fix="name another folder with --out, or remove it")
+        raise UsageError(f"{target} already exists", fix="choose another folder with --out, or remove it")
     if bases.dequantized and not bases.four_bit:
-        raise UsageError("the adapter's base was not in 4 bits", fix="leave out --onto dequantized")
+        raise UsageError("the adapter's base was not a 4-bit model", fix="leave out --onto dequantized")
     base, revision = base_of_adapter(adapter)
     if bases.four_bit and find_spec("bitsandbytes") is None:
         fix = install_command("cuda", ["bitsandbytes"])
         if bases.dequantized:
             raise EnvironmentProblem("--onto dequantized needs bitsandbytes, which is not installed", fix=fix)
-        notify(f"how far the merged model is from the 4-bit base is not told without bitsandbytes: {fix}")
+        notify(f"the merged model is not compared with the 4-bit base, because bitsandbytes is missing: {fix}")
         bases = PLAIN
     try:
         with held_draft(target) as draft:
@@ -154,10 +159,10 @@ def merge(
             draft.rename(target)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and target.is_dir():
-            raise UsageError(f"{target} exists already: another process wrote it", fix="use it as it is") from error
+            raise UsageError(f"{target} already exists: another process wrote it", fix="use it unchanged") from error
         raise EnvironmentProblem(
             f"the merged model cannot be written to {target}: {error.strerror or error}",
-            fix="make room on that disk, or name another folder with --out",
+            fix="free space on that disk, or choose another folder with --out",
         ) from error
     return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
 
@@ -286,15 +291,16 @@ def _require_space(base: str, folder: Path) -> None:
     free_bytes = min(free_bytes, free_memory_bytes() or free_bytes)
     if size_bytes * MERGE_FACTOR > free_bytes:
         raise MemoryExhaustedError(
-            f"merging {base} takes about {size_bytes * MERGE_FACTOR / 2**30:.1f} GiB of host memory, "
+            f"merging {base} takes about {size_bytes * MERGE_FACTOR / 2**30:.1f} GiB of host memory, but "
             f"{free_bytes / 2**30:.1f} GiB are free",
             fix="close other programs, or merge on a machine with more memory",
         )
     disk_bytes = shutil.disk_usage(folder).free
     if size_bytes > disk_bytes:
         raise EnvironmentProblem(
-            f"the merged model takes about {size_bytes / 2**30:.1f} GiB; {folder} has {disk_bytes / 2**30:.1f} GiB",
-            fix="make room on that disk, or name another folder with --out",
+            f"the merged model takes about {size_bytes / 2**30:.1f} GiB, but {folder} has "
+            f"{disk_bytes / 2**30:.1f} GiB free",
+            fix="free space on that disk, or choose another folder with --out",
         )
 
 

@@ -77,7 +77,7 @@ def prepare(result: Result, order: Order, notify: Notify, *, check: bool) -> Han
     servers = order.consumer in SERVERS
     reasons = [*result.merged_only, *reasons_of_server(order.consumer, result)] if servers else []
     if result.base is not None and not servers:
-        reasons = ["a GGUF file holds a whole model"]
+        reasons = ["a GGUF file contains a whole model"]
     elif result.base is not None and order.merged and not reasons:
         reasons = ["--merged"]
     form = "model" if result.base is None else "merged" if reasons else "adapter"
@@ -104,9 +104,9 @@ def merged_model(result: Result, order: Order, notify: Notify) -> Path:
     fingerprint = result.fingerprint()
     if target.exists():
         if _recorded(target / RECORD) == fingerprint:
-            notify(f"{target} was merged from these weights before")
+            notify(f"{target} already has the merge of these weights")
             return target
-        other = "" if order.consumer == "push" else f", or name another folder: --out {order.out}-2"
+        other = "" if order.consumer == "push" else f", or choose another folder: --out {order.out}-2"
         raise UsageError(f"{target} was merged from other weights", fix=f"remove it{other}")
     # The record appears together with the model.
     record = {RECORD: json.dumps({WEIGHTS: fingerprint}) + "\n"}
@@ -156,11 +156,12 @@ def _write_gguf(result: Result, order: Order, model: Path, done: Handover, notif
     problems = problems_of_gguf(header, model)
     if problems:
         raise EnvironmentProblem(
-            f"{gguf} is not the model: {'; '.join(problems)}", fix="use a newer converter: it must know this model"
+            f"{gguf} does not match the model: {'; '.join(problems)}",
+            fix="use a newer converter that supports this model",
         )
     done.notes.append(
-        f"read back: {len(header.tensors)} tensors; number of layers, vocabulary, template and end token are the "
-        "model's; --check has llama.cpp load the file and answer"
+        f"verified: {len(header.tensors)} tensors; number of layers, vocabulary, template and end token match "
+        "the model; --check also loads the file in llama.cpp and compares answers"
     )
     if not check:
         return
@@ -178,7 +179,7 @@ def _convert(result: Result, order: Order, model: Path, gguf: Path, notify: Noti
     fingerprint = result.fingerprint()
     remove_drafts(record)
     if gguf.is_file() and _recorded(record) == fingerprint:
-        notify(f"{gguf} was converted from these weights before")
+        notify(f"{gguf} already has the conversion of these weights")
         return
     converter = find_converter(order.converter)
     require_quantizer(order.outtype)
@@ -197,6 +198,6 @@ def _judge(done: Handover, judgement: Judgement, *, exact: bool = True) -> None:
     raise EnvironmentProblem(
         f"{judgement.told(PROGRAMS[done.consumer])}; "
         f"prompt {place + 1}: {judgement.theirs[place]!r}, not {judgement.ours[place]!r}",
-        expected="the same answers, but for rounding",
+        expected="the same answers up to rounding",
         fix="serve the merged model: add --merged" if done.form == "adapter" else "use a newer version of the tool",
     )

@@ -73,8 +73,8 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def read_result(spec: RunSpec, folder: Path, *, trust_remote_code: bool = False) -> Result:
-    """The result of the run `spec` in `folder`. Raises UsageError for an adapter whose base is not known, or that
-    cannot be read."""
+    """The result of the run `spec` in `folder`. Raises UsageError for an adapter whose base is unknown, or that cannot
+    be read."""
     recipe = spec.recipe
     base, revision, rank, reasons = None, None, 0, list[str]()
     if (folder / ADAPTER_CONFIG).is_file():
@@ -84,9 +84,9 @@ def read_result(spec: RunSpec, folder: Path, *, trust_remote_code: bool = False)
         rank = max([int(config.get("r") or 0), *map(int, (config.get("rank_pattern") or {}).values())])
         reasons = reasons_to_merge(config, names)
         if not reasons and not try_matrices(folder).adds_product:
-            reasons.append("it does not add B·A to the weights of its base, which is all that servers do")
+            reasons.append("it does more than add B·A to the weights of its base, and servers only support that")
         if (folder / "config.json").is_file():
-            reasons.append("it was trained with scaled positions, which the config of its base does not have")
+            reasons.append("it was trained with RoPE scaling that the config of its base does not have")
         elif not reasons and (opened := config_of(base, revision, trust_remote_code)) is not None:
             reasons += unknown_modules(opened, names, trust_remote_code)
     return Result(
@@ -108,21 +108,21 @@ def reasons_to_merge(config: dict[str, Any], names: Iterable[str]) -> list[str]:
     part of it."""
     reasons = []
     if config.get("use_dora"):
-        reasons.append("DoRA: servers add B·A to a weight and scale nothing")
+        reasons.append("DoRA: servers only add B·A to a weight")
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
-        reasons.append("biases are trained, and servers load the matrices A and B alone")
+        reasons.append("it has trained biases, and servers only load the matrices A and B")
     patterns = [key for key in ("rank_pattern", "alpha_pattern") if config.get(key)]
     if patterns:
-        reasons.append(f"layers have scales of their own ({', '.join(patterns)}), and vLLM scales all with one")
+        reasons.append(f"scales differ between layers ({', '.join(patterns)}), and vLLM uses one scale")
     if int(config.get("r") or 0) > MAX_SERVED_RANK:
-        reasons.append(f"rank {config['r']}: vLLM takes at most {MAX_SERVED_RANK}")
+        reasons.append(f"rank {config['r']}: vLLM supports at most {MAX_SERVED_RANK}")
     names = sorted(names)
     adapted = [_module(name) for name in names if ".lora_" in name and "lora_magnitude_vector" not in name]
     for told, found in (
-        ("modules are trained in full", [_module(name) for name in names if ".lora_" not in name]),
+        ("some modules are trained in full", [_module(name) for name in names if ".lora_" not in name]),
         ("adapters on experts", [name for name in adapted if re.search(r"\.experts(\.|$)", name)]),
         ("an adapter on a router", [name for name in adapted if re.search(r"\.(gate|router)(\.weight)?$", name)]),
-        ("adapters outside the layers of the language model", [name for name in adapted if _is_outside(name)]),
+        ("adapters outside the language model's layers", [name for name in adapted if _is_outside(name)]),
     ):
         if found:
             reasons.append(f"{told}: {_some(found)}")
@@ -140,7 +140,7 @@ def unknown_modules(config: PreTrainedConfig, names: Iterable[str], trust_remote
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     there = {name for name, _ in model.named_modules()}
     lacking = sorted({_module(name) for name in names} - there)
-    return [f"{type(model).__name__}, the class of its base, has no {_some(lacking)}"] if lacking else []
+    return [f"the base's class {type(model).__name__} does not have {_some(lacking)}"] if lacking else []
 
 
 def _module(name: str) -> str:
@@ -214,7 +214,7 @@ def reasons_of_server(consumer: str, result: Result) -> list[str]:
         return []
     tokens = ", ".join(result.tokenizer.convert_ids_to_tokens(sorted(lacking)))
     found = "does not list" if there is not None else "may not list"
-    return [f"SGLang takes the tokens that end an answer from the base, which {found} {tokens}: it would talk on"]
+    return [f"SGLang reads the end tokens from the base, which {found} {tokens}, so answers would not end"]
 
 
 def server_words(consumer: str, result: Result, merged: Path | None) -> list[str]:
@@ -251,11 +251,11 @@ def modelfile(result: Result, gguf: Path, stops: Sequence[str]) -> tuple[str, li
     lines = [f"FROM ./{gguf.name}", f"PARAMETER num_ctx {result.context}"]
     for stop in stops:
         if '"' in stop or "\n" in stop:
-            notes.append(f"the stop token {stop!r} cannot be written into a Modelfile")
+            notes.append(f"the stop token {stop!r} cannot be expressed in a Modelfile")
         else:
             lines.append(f'PARAMETER stop "{stop}"')
     if result.system and '"""' in result.system:
-        notes.append('the system prompt holds """, which a Modelfile cannot: send it with each conversation')
+        notes.append('the system prompt contains """, which a Modelfile cannot express: send it with each conversation')
     elif result.system:
         lines.append(f'SYSTEM """{result.system}"""')
     return "\n".join(lines) + "\n", notes

@@ -90,9 +90,9 @@ def load_tasks(names: Sequence[str], include: str | None, *, trusted: bool = Fal
         if name not in manager.all_tasks:
             near = get_close_matches(name, manager.all_tasks, 3)
             raise UsageError(
-                f"--harness {name}: lm-evaluation-harness has no such task",
-                expected=f"such as {', '.join(near)}" if near else "a task, group or tag of it",
-                fix="for tasks of your own: --include-path DIR",
+                f"--harness {name}: not a task of lm-evaluation-harness",
+                expected=f"such as {', '.join(near)}" if near else "one of its tasks, groups or tags",
+                fix="for your own tasks: --include-path DIR",
             )
     with offline_if_unreachable(), tasks_in_sandbox(include is not None and not trusted):
         for name in names:
@@ -102,7 +102,7 @@ def load_tasks(names: Sequence[str], include: str | None, *, trusted: bool = Fal
                 first = (str(error).splitlines() or [""])[0]
                 raise EnvironmentProblem(
                     f"--harness {name}: its data cannot be loaded: {type(error).__name__}: {first}",
-                    expected="a hub that answers, or the data in its cache",
+                    expected="a reachable hub, or the data in the cache",
                     fix="connect to the network once, or leave the task out",
                 ) from error
     return manager
@@ -116,8 +116,8 @@ def _refuse_unknown_metrics(files: TaskFiles) -> None:
     unknown = sorted(name for name in files.metrics if name not in metric_registry)
     if unknown:
         raise UsageError(
-            f"evaluate.harness_include: lm-evaluation-harness has no metric {', '.join(map(repr, unknown[:3]))}",
-            expected="one of its own metrics; others are code of the hub",
+            f"evaluate.harness_include: not metrics of lm-evaluation-harness: {', '.join(map(repr, unknown[:3]))}",
+            expected="one of its built-in metrics; others run code from the hub",
             fix="if you trust the author of the tasks, add --trust-remote-code",
         )
 
@@ -137,7 +137,7 @@ def score_run_on_tasks(
     with scoring(place, notify), device.activate():
         loaded = _load(spec, device, notify)
         for step, weights in chosen:
-            notify(f"tasks: step {step}" if weights else "tasks: the model that the run started from")
+            notify(f"tasks: step {step}" if weights else "tasks: the base model of the run")
             if weights is not None:
                 loaded.load_weights(weights)
             identity = weights_identity(spec, weights)
@@ -194,7 +194,7 @@ def task_options(asked: Evaluate, *, has_template: bool, plain: bool = False) ->
     which "auto" then leaves out. Raises UsageError if evaluate.harness_template is "on" and the tokenizer has none."""
     if asked.harness_template == "on" and not has_template:
         raise UsageError(
-            'evaluate.harness_template = "on", and the tokenizer has no chat template',
+            'evaluate.harness_template = "on", but the tokenizer has no chat template',
             fix="--set evaluate.harness_template=off",
         )
     template = has_template and (asked.harness_template == "on" or (asked.harness_template == "auto" and not plain))

@@ -56,7 +56,7 @@ class KeptResults:
         return hashlib.blake2b(json.dumps([self._weights, kind, request]).encode(), digest_size=16).hexdigest()
 
     def get(self, key: str) -> Any:
-        """None if it is not known."""
+        """None if it is unknown."""
         return self._found.get(key)
 
     def add(self, results: dict[str, Any]) -> None:
@@ -230,7 +230,7 @@ class HarnessModel(TemplateLM):
                     fix="use a profile with more memory, or leave the task out",
                 )
             self._rows = max(1, len(batch) // 2)
-            self._notify(f"out of memory: {self._rows} requests at a time")
+            self._notify(f"out of memory; continuing with {self._rows} requests at a time")
         return [self._kept.get(key) for key in keys]
 
 

@@ -36,9 +36,9 @@ ADDRESS = re.compile(r"://|::")
 """What makes datasets open a URL, or an archive by way of another file system."""
 
 CODE_KEYS = {
-    "class": "a task that is a Python class",
-    "use_prompt": "a prompt of another package or file",
-    "unsafe_code": "a task that runs the answers as code",
+    "class": "a task defined by a Python class",
+    "use_prompt": "a prompt from another package or file",
+    "unsafe_code": "a task that executes the answers as code",
 }
 MOST_REPEATS = 1_000
 """Answers to one prompt, and examples before it, that a task may ask for."""
@@ -73,7 +73,7 @@ def read_task_files(folder: Path) -> TaskFiles:
     walk = _Walk(folder.resolve())
     for count, path in enumerate(sorted(folder.rglob("*.yaml"))):
         if count >= MOST_FILES:
-            raise UsageError(f"{folder} has more than {MOST_FILES:,} task files", fix="name a smaller folder")
+            raise UsageError(f"{folder} has more than {MOST_FILES:,} task files", fix="choose a smaller folder")
         _read(path.resolve(), walk)
     return TaskFiles(tuple(walk.problems), frozenset(walk.metrics))
 
@@ -87,7 +87,7 @@ def refuse_untrusted_tasks(folder: Path, *, trusted: bool) -> TaskFiles | None:
     if files.problems:
         raise UsageError(
             f"evaluate.harness_include: {_shown(files.problems)}",
-            expected="tasks without code, which read data of their own folder or of the hub",
+            expected="tasks without code, with data from their own folder or the hub",
             fix="if you trust their author, add --trust-remote-code",
         )
     return files
@@ -137,7 +137,7 @@ def _size(node: Any, known: dict[int, int], path: Path) -> int:
     """Return how many values a node of PyYAML stands for, its aliases written out."""
     if id(node) in known:
         if known[id(node)] < 0:
-            raise UsageError(f"{path} has an alias inside its own value", fix="write the value out")
+            raise UsageError(f"{path} has an alias inside its own value", fix="write out the value")
         return known[id(node)]
     known[id(node)] = -1
     children = node.value if node is not None and isinstance(node.value, list) else []
@@ -153,7 +153,7 @@ def _check(node: Any, path: Path, walk: _Walk, done: set[int]) -> None:
     done.add(id(node))
     line = f"{visible(_name(path, walk))}:{node.start_mark.line + 1}"
     if node.tag not in PLAIN_TAGS:
-        walk.problems.append(f"{line}: the tag {visible(node.tag)[:60]}, which names code")
+        walk.problems.append(f"{line}: the tag {visible(node.tag)[:60]} runs code")
     if isinstance(node.value, str):
         is_number = node.tag in NUMBER_TAGS or (node.style is None and NUMBER.fullmatch(node.value))
         if len(node.value) > LONGEST_NUMBER and is_number:
@@ -176,7 +176,7 @@ def _check_pair(key: str, value: Any, path: Path, walk: _Walk) -> None:
     if key in CODE_KEYS:
         walk.problems.append(f"{where}: {CODE_KEYS[key]}")
     elif key == "hf_evaluate":
-        walk.problems.append(f"{where}: a metric that is code of the hub")
+        walk.problems.append(f"{where}: a metric that runs code from the hub")
     elif key in COUNTS and value.tag in NUMBER_TAGS and len(value.value) <= LONGEST_NUMBER:
         if not _is_count(value):
             walk.problems.append(f"{where}: {visible(value.value)} is not a number from 0 to {MOST_REPEATS:,}")
@@ -186,7 +186,7 @@ def _check_pair(key: str, value: Any, path: Path, walk: _Walk) -> None:
         for text in _texts(value):
             target = (path.parent / text).resolve()
             if not target.is_relative_to(walk.folder):
-                walk.problems.append(f"{where}: {visible(text)[:100]} is not in the folder of the tasks")
+                walk.problems.append(f"{where}: {visible(text)[:100]} is outside the tasks' folder")
             else:
                 _read(target, walk)
     elif key == "dataset_path":
@@ -199,7 +199,7 @@ def _check_pair(key: str, value: Any, path: Path, walk: _Walk) -> None:
         odd = [option for option in options if key == "dataset_kwargs" and option not in DATASET_OPTIONS]
         walk.problems += [f"{where}: the option {visible(option)[:60]} of datasets" for option in odd]
         addresses = [text for text in _texts(value) if ADDRESS.search(text)]
-        walk.problems += [f"{where}: {visible(text)[:100]} is an address" for text in addresses]
+        walk.problems += [f"{where}: {visible(text)[:100]} is a URL" for text in addresses]
 
 
 def _is_count(node: Any) -> bool:

@@ -33,7 +33,7 @@ class TaskTemplates:
         fields together."""
         text, reason = _answer(self._process, (template, sample), RENDER_CPU_SECONDS)
         if text is None:
-            raise _stopped("template", reason, "a template that only puts a sample's fields together")
+            raise _stopped("template", reason, "a template that only combines the fields of a sample")
         return str(text)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ def tasks_in_sandbox(needed: bool) -> Iterator[None]:
             return compare(*arguments, **options)
         scores, reason = _answer(comparing, (arguments, options), RENDER_CPU_SECONDS)
         if scores is None:
-            raise _stopped("metric exact_match", reason, "regexes_to_ignore that can be matched in a moment")
+            raise _stopped("metric exact_match", reason, "regexes_to_ignore that match quickly")
         return scores
 
     before = utils.apply_template, metrics.exact_match_hf_evaluate, FilterEnsemble.apply
@@ -119,7 +119,7 @@ def _apply_filters(ensemble: Any, instances: list[Any]) -> None:
     finally:
         process.close()
     if results is None:
-        raise _stopped(f"filter {ensemble.name!r}", reason, "patterns that can be matched in a moment")
+        raise _stopped(f"filter {ensemble.name!r}", reason, "patterns that match quickly")
     for instance, result in zip(instances, results, strict=True):
         instance.filtered_resps[ensemble.name] = result
 
@@ -135,7 +135,7 @@ def _answer(process: KillableProcess, request: Any, seconds: float) -> tuple[Any
 
 def _stopped(what: str, reason: str, expected: str) -> DataError:
     return DataError(
-        f"evaluate.harness_include: a task's {what} is stopped: {reason}",
+        f"evaluate.harness_include: a task's {what} was stopped: {reason}",
         expected=expected,
         fix="if you trust the author of the tasks, add --trust-remote-code",
     )

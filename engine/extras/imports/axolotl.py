@@ -34,25 +34,25 @@ SOURCE_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "roles_to_train": ((["assistant"], ["gpt"], ["gpt", "assistant"]), "the loss is on the assistant's turns"),
     "train_on_eos": (("turn",), "the end of each trained turn is trained"),
     "train_on_eot": (("turn",), "the end of each trained turn is trained"),
-    "conversation": ((), "the model's chat template is used; model.chat_template takes another"),
-    "chat_template": ((), "the model's chat template is used; model.chat_template takes another"),
+    "conversation": ((), "the model's chat template is used; to change it, set model.chat_template"),
+    "chat_template": ((), "the model's chat template is used; to change it, set model.chat_template"),
     "message_field_training": (("train", "training"), "a turn with train: false is context"),
     "message_field_training_detail": ((), "parts of a turn are masked by train: false in the part"),
     "field_chosen": (("chosen",), "the columns of preference rows are chosen and rejected"),
     "field_rejected": (("rejected",), "the columns of preference rows are chosen and rejected"),
     "field_thinking": (("thinking", "reasoning_content"), "the thinking of a turn is read from this key"),
-    "template_thinking_key": (("thinking", "reasoning_content"), "the template names its own key"),
+    "template_thinking_key": (("thinking", "reasoning_content"), "the template sets its own key"),
     "field_tools": (("tools",), "the tools of a conversation are in the column tools"),
     "field_system": (("system",), "the system prompt of a row is in the column system"),
     "drop_system_message": ((), "system turns are kept"),
     "shards": ((), "part of a data set is chosen by split, such as train[:10%]"),
     "preprocess_shards": ((), "part of a data set is chosen by split, such as train[:10%]"),
-    "ds_type": (("json", "csv", "parquet", "text", "arrow", "jsonl"), "a file's type is known by its ending"),
-    "trust_remote_code": ((True,), "data sets that are code are not loaded"),
-    "streaming": ((True,), "rows are read as they are needed"),
+    "ds_type": (("json", "csv", "parquet", "text", "arrow", "jsonl"), "a file's type is known by its suffix"),
+    "trust_remote_code": ((True,), "data sets that run code are not loaded"),
+    "streaming": ((True,), "rows are read when they are needed"),
     "revision": ((), "a hub data set is read at its newest revision"),
-    "data_files": ((), "one file of a hub data set cannot be named: download it and write its path"),
-    "split_thinking": ((), "thinking in the text of an answer stays there"),
+    "data_files": ((), "a single file of a hub data set cannot be selected: download it and set its path"),
+    "split_thinking": ((), "thinking in the text of an answer is kept"),
 }
 """Its keys of a data set: values that change nothing here, beside false, and the reason."""
 
@@ -91,7 +91,7 @@ def read_axolotl(draft: Draft) -> None:
     if harmful:
         draft.blanks["plugins"] = f"{quoted(harmful)}: plugins are code that can change training"
     elif plugins:
-        draft.leave("plugins", "kernels that compute the same; the engine chooses its own")
+        draft.leave("plugins", "equivalent kernels; the engine chooses its own")
     if draft.theirs.get("curriculum_sampling"):
         draft.set("data.shuffle", not draft.take("curriculum_sampling"), "curriculum_sampling")
     if draft.take("freeze_mm_modules"):
@@ -123,10 +123,10 @@ def _method(draft: Draft) -> None:
         named = [*_as_list(modules), *_as_list(experts)]
         draft.set_patterns(" and ".join(_keys_given(modules, experts)), named, "method.targets")
     elif not draft.theirs.get("lora_model_dir"):
-        draft.blanks["lora_target_modules"] = "the file names no modules for adapters: set method.targets"
+        draft.blanks["lora_target_modules"] = "the file does not list modules for adapters: set method.targets"
     for key in ("lora_r", "lora_alpha"):
         if draft.theirs.get(key) is None and not draft.theirs.get("lora_model_dir"):
-            draft.blanks[key] = f"the file gives none: set method.{'rank' if key == 'lora_r' else 'alpha'}"
+            draft.blanks[key] = f"the file does not set it: set method.{'rank' if key == 'lora_r' else 'alpha'}"
 
 
 def _keys_given(modules: Any, experts: Any) -> list[str]:
@@ -140,10 +140,10 @@ def _beside_all_linear(draft: Draft, modules: Any, experts: Any) -> None:
     if others or experts not in OFF:
         named = ", ".join(str(name) for name in [*others, *_as_list(experts)])
         draft.blanks["lora_target_modules"] = (
-            f"{named}: all-linear leaves these out; name the modules in method.targets"
+            f"{named}: all-linear leaves these out; list the modules in method.targets"
         )
     elif modules not in OFF:
-        draft.leave("lora_target_modules", "lora_target_linear has these modules, too")
+        draft.leave("lora_target_modules", "lora_target_linear already includes these modules")
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -165,7 +165,7 @@ def _batch(draft: Draft) -> None:
     if isinstance(total, int) and isinstance(rows, int) and rows > 0:
         draft.take("batch_size")
         if draft.theirs.get("gradient_accumulation_steps"):
-            draft.leave("batch_size", "gradient_accumulation_steps counts")
+            draft.leave("batch_size", "gradient_accumulation_steps is used")
         else:
             draft.theirs["gradient_accumulation_steps"] = max(1, total // rows)
 
@@ -214,7 +214,9 @@ def _data(draft: Draft) -> None:
         draft.set("data.validation", held, "test_datasets")
     size = draft.theirs.get("val_set_size")
     if isinstance(size, (int, float)) and size >= 1:
-        draft.blanks["val_set_size"] = f"{draft.take('val_set_size')} samples: set data.valid_fraction, a share of them"
+        draft.blanks["val_set_size"] = (
+            f"{draft.take('val_set_size')} samples: set data.valid_fraction, a fraction of the samples"
+        )
 
 
 def axolotl_source(draft: Draft, entry: dict[str, Any], key: str, taken: list[dict[str, Any]]) -> dict[str, Any]:
@@ -224,7 +226,7 @@ def axolotl_source(draft: Draft, entry: dict[str, Any], key: str, taken: list[di
     if path in ("json", "csv", "parquet", "text") or (kind and files):
         path = str(files[0] if isinstance(files, list) else files)
         if isinstance(files, list) and len(files) > 1:
-            draft.blanks[f"{key}.data_files"] = f"{quoted(files)}: a source takes one file, a folder or a glob"
+            draft.blanks[f"{key}.data_files"] = f"{quoted(files)}: a source is one file, folder or glob"
         files = None
     source = {"name": name_of(path, taken), **place_of(draft, path, f"{key}.path")}
     if kind and "hub" in source:
@@ -234,7 +236,7 @@ def axolotl_source(draft: Draft, entry: dict[str, Any], key: str, taken: list[di
         if value is not None and "hub" in source:
             source[ours] = str(value)
         elif value not in (None, "train"):
-            draft.blanks[f"{key}.{theirs}"] = f"{quoted(value)}: a file has no {theirs}"
+            draft.blanks[f"{key}.{theirs}"] = f"{quoted(value)}: {theirs} does not apply to a file"
     columns = _take_format(draft, entry, source, f"{key}.type")
     take_roles(draft, entry, source, key)
     if columns:
@@ -261,9 +263,13 @@ def _take_format(draft: Draft, entry: dict[str, Any], source: dict[str, Any], ke
         source["format"] = "preference"
         strategy, _, variant = str(kind).partition(".")
         if strategy != "chat_template" or variant not in ("", "default", "argilla", "ultra"):
-            draft.blanks[key] = f"{quoted(kind)}: pairs are read by their columns, through the model's chat template"
+            draft.blanks[key] = (
+                f"{quoted(kind)}: pairs are read by their columns and rendered with the model's chat template"
+            )
         else:
-            draft.leave(key, f"{quoted(kind)}: pairs are read by their columns, through the model's chat template")
+            draft.leave(
+                key, f"{quoted(kind)}: pairs are read by their columns and rendered with the model's chat template"
+            )
     elif (known := re.split("[.:]", str(kind))[0]) in PROMPTS and (
         kind == known or known in ("chat_template", "pretrain")
     ):
@@ -271,11 +277,11 @@ def _take_format(draft: Draft, entry: dict[str, Any], source: dict[str, Any], ke
         draft.origin[f"data.sources.{source['name']}.format"] = key
     elif known in PROMPTS:
         source.update({"format": PROMPTS[known]["format"]})
-        draft.blanks[key] = f"{quoted(kind)}: its prompt is not known here; the model's own chat template would be used"
+        draft.blanks[key] = f"{quoted(kind)}: its prompt format is unknown; the model's chat template would be used"
     else:
         source["format"] = "auto"
         draft.blanks[key] = (
-            f"{quoted(kind)}: this prompt format is not known here; see whether `tunedeck data` reads it"
+            f"{quoted(kind)}: this prompt format is unknown; check with `tunedeck data` how the rows are read"
         )
     take_turn_keys(draft, entry, source, key.removesuffix(".type"))
     if field and field not in ("messages", "conversations"):
@@ -300,7 +306,7 @@ def _own_prompt(draft: Draft, kind: dict[str, Any], source: dict[str, Any], key:
     source["format"] = "alpaca"
     if others := sorted(name for name in set(kind) - set(fields.values()) if kind[name] not in OFF):
         draft.blanks[key] = (
-            f"{', '.join(others)}: a prompt that the file writes itself is not read; the model's own chat template is "
-            'used, or the plain layout with template = "none"'
+            f"{', '.join(others)}: a prompt format in the file is not used; the model's chat template is used, "
+            'or plain text with template = "none"'
         )
     return {ours: theirs for ours, theirs in columns.items() if ours != theirs}

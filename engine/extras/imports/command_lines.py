@@ -26,11 +26,13 @@ def read_command_line(text: str, label: str) -> tuple[str, str, dict[str, Any]]:
     starts = [start for words in _commands(text, label) if (start := _training(words)) is not None]
     if not starts:
         raise SpecError(
-            [f"{label}: no command line of a training is recognised"],
+            [f"{label}: no command line of a training run was recognised"],
             fix="give a script that calls trl sft, python sft.py --…, llamafactory-cli train --… or swift sft",
         )
     if len(starts) > 1:
-        raise SpecError([f"{label}: it starts {len(starts)} trainings"], fix="give a script that starts one of them")
+        raise SpecError(
+            [f"{label}: the script starts {len(starts)} training runs"], fix="give a script that starts one of them"
+        )
     tool, trainer, words = starts[0]
     return tool, trainer, _options(words)
 
@@ -44,7 +46,7 @@ def _commands(text: str, label: str) -> Iterator[list[str]]:
         except ValueError:
             continue  # a line of a longer quoted text, which starts no training
         if len(words) > MAX_WORDS:
-            raise SpecError([f"{label}: a command of {len(words)} words; at most {MAX_WORDS} are read"])
+            raise SpecError([f"{label}: a command has {len(words)} words; at most {MAX_WORDS} are supported"])
         words = [VARIABLE.sub(lambda hit: variables.get(hit[1], hit[0]), word) for word in words]
         while words and (pair := ASSIGNMENT.fullmatch(words[0])):
             variables[pair[1]] = pair[2]

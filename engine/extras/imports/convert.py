@@ -47,7 +47,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
     label = visible(str(path))
     raw = read_bytes(path, label)
     if len(raw) > MAX_BYTES:
-        raise SpecError([f"{label}: larger than {MAX_BYTES >> 10} KiB; a training configuration is a page of text"])
+        raise SpecError([f"{label}: larger than {MAX_BYTES >> 10} KiB, the limit for training configurations"])
     text = decode_utf8(raw, label)
     return parse_yaml(text, label), text
 
@@ -67,7 +67,7 @@ def parse_yaml(text: str, label: str) -> dict[str, Any]:
         reason = getattr(error, "problem", None) or "unreadable"
         raise SpecError([f"{label}{line}: not YAML: {visible(str(reason))}"]) from None
     if not isinstance(data, dict):
-        raise SpecError([f"{label}: no keys with values; a configuration of another tool is needed"])
+        raise SpecError([f"{label}: no keys with values; expected a configuration of another tool"])
     top = {str(key): value for key, value in data.items()}
     return {key: _plain(value, top) for key, value in top.items()}
 
@@ -123,7 +123,7 @@ def _require_plain(events: Any, label: str) -> None:
         if kind == "ScalarEvent" and event.implicit[0] and _is_long_number(event.value):
             raise SpecError([f"{label}:{line}: a number of {len(event.value):,} characters"], fix="shorten it")
         if kind == "AliasEvent":
-            raise SpecError([f"{label}:{line}: an alias (*{visible(event.anchor)})"], fix="write the value out")
+            raise SpecError([f"{label}:{line}: an alias (*{visible(event.anchor)})"], fix="write out the value")
         if getattr(event, "tag", None):
             raise SpecError(
                 [f"{label}:{line}: a tag ({visible(event.tag)[:60]}), which can name code"], fix="remove the tag"
@@ -139,7 +139,7 @@ def _require_unique(node: Any, label: str) -> None:
     pairs = node.value if node is not None and isinstance(node.value, list) else []
     if len(pairs) > MAX_ENTRIES:
         line = node.start_mark.line + 1
-        raise SpecError([f"{label}:{line}: {len(pairs):,} entries; no training configuration needs so many"])
+        raise SpecError([f"{label}:{line}: {len(pairs):,} entries, too many for a training configuration"])
     seen: set[str] = set()
     for pair in pairs:
         key, value = pair if isinstance(pair, tuple) else (None, pair)
@@ -147,7 +147,7 @@ def _require_unique(node: Any, label: str) -> None:
             name = str(key.value)
             if name in seen:
                 line = key.start_mark.line + 1
-                raise SpecError([f"{label}:{line}: {visible(name)[:60]} is given twice"], fix="remove one of them")
+                raise SpecError([f"{label}:{line}: {visible(name)[:60]} occurs twice"], fix="remove one of them")
             seen.add(name)
         _require_unique(value, label)
 
@@ -256,18 +256,18 @@ def _settle(draft: Draft) -> None:
     """Decide what follows from several keys at once."""
     model = draft.get("model.id")
     if isinstance(model, str) and (reason := reach(model.removeprefix("./"))):
-        draft.blanks["model.id"] = f"{quoted(model)} {reason}: write the model's hub id, or its folder here"
+        draft.blanks["model.id"] = f"{quoted(model)} {reason}: set the model's hub id or local folder"
         draft.set("model.id", Path(model).name or "model", draft.origin["model.id"])
     if not draft.get("data.sources"):
-        draft.blanks["data.sources"] = "the file names no data set: write where yours is"
+        draft.blanks["data.sources"] = "the file does not set a data set: set the path of yours"
         draft.set("data.sources", [{"name": "main", "path": "data/train.jsonl"}], "a placeholder")
     by_steps = "max_steps_per_epoch" not in draft.origin.get("train.max_steps", "max_steps_per_epoch")
     if by_steps and draft.get("train.epochs") is not None:
-        draft.leave(draft.origin.pop("train.epochs"), "a number of steps is given, which counts there")
+        draft.leave(draft.origin.pop("train.epochs"), "that file sets a number of steps, which takes precedence")
         del draft.recipe["train"]["epochs"]
     _settle_method(draft)
     if draft.unbounded_length:
-        draft.notes.append("that file cuts at no length; here data.max_length is 2048 tokens, and longer text is split")
+        draft.notes.append("that file does not truncate; here data.max_length is 2048 tokens, and longer text is split")
     _settle_schedule(draft)
     _settle_preferences(draft)
     has_validation = bool(draft.get("data.valid_fraction") or draft.get("data.validation"))
@@ -276,7 +276,7 @@ def _settle(draft: Draft) -> None:
             if draft.get(ours) not in (None, "last"):
                 table, key = ours.split(".")
                 del draft.recipe[table][key]
-                draft.leave(draft.origin.pop(ours), "nothing is held out to evaluate on")
+                draft.leave(draft.origin.pop(ours), "there is no held-out data to evaluate on")
     if draft.get("data.loss_on") == "completion" and "default" in draft.origin.get("data.loss_on", ""):
         draft.recipe["data"].pop("loss_on")
 
@@ -298,12 +298,12 @@ def _settle_parts(draft: Draft) -> None:
         globs = [glob for part in parts for glob in PARTS.get(part, ())]
         draft.set("method.freeze", [*rest, *globs], theirs)
         draft.blanks[theirs] = (
-            f"{', '.join(parts)}: keep the globs in method.freeze that name these parts of your model"
+            f"{', '.join(parts)}: in method.freeze, keep the globs that match these parts of your model"
         )
     elif "language" in parts:
-        draft.blanks[theirs] = "language: name the modules that get adapters in method.targets"
+        draft.blanks[theirs] = "language: list the modules that get adapters in method.targets"
     else:
-        draft.leave(theirs, "the base is frozen; all-linear and attention put adapters into the language model alone")
+        draft.leave(theirs, "the base is frozen; all-linear and attention put adapters only into the language model")
 
 
 def _settle_method(draft: Draft) -> None:
@@ -330,7 +330,7 @@ def _settle_schedule(draft: Draft) -> None:
     for ours in ("train.warmup_ratio", "train.warmup_steps"):
         if draft.get(ours) is not None:
             del draft.recipe["train"][ours.partition(".")[2]]
-            draft.leave(draft.origin.pop(ours), "the schedule constant has no warm-up there")
+            draft.leave(draft.origin.pop(ours), 'its schedule "constant" has no warm-up')
 
 
 def _settle_preferences(draft: Draft) -> None:
@@ -338,7 +338,7 @@ def _settle_preferences(draft: Draft) -> None:
         return
     if draft.get("method.dropout"):
         del draft.recipe["method"]["dropout"]
-        draft.leave(draft.origin.pop("method.dropout"), "dropout is off while preferences are trained, as it is there")
+        draft.leave(draft.origin.pop("method.dropout"), "dropout is disabled for preference training, as in that tool")
     for source in [*draft.get("data.sources"), *(draft.get("data.validation") or [])]:
         with_images = source.get("format") in ("image-chat", "image-preference") or draft.has_images
         if draft.get("preference.loss") != "kto":

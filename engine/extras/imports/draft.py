@@ -186,7 +186,7 @@ class Draft:
             if (value := self.take(theirs)) == "epoch" and self.get(ours) is None:
                 self.set(ours, 1, theirs)
             elif value is not None:
-                self.leave(theirs, f"{quoted(value)}: set by a number of steps, or off")
+                self.leave(theirs, f"{quoted(value)}: set a number of steps, or disable it")
         for key in list(self.theirs):
             self._take_one(key, self.theirs.pop(key))
 
@@ -210,12 +210,12 @@ class Draft:
         elif name in ASKED_ABOUT:
             self.ask_unless_neutral(key, value, ASKED_ABOUT[name], NEUTRAL.get(name, ()))
         else:
-            self.blanks[key] = f"{quoted(value)}: unknown key; find out whether it changes what is trained"
+            self.blanks[key] = f"{quoted(value)}: unknown key; check whether it affects training"
 
     def ask_unless_neutral(self, key: str, value: Any, reason: str, neutral: Sequence[Any]) -> None:
         """Leave `key` out where its value is off, or one of `neutral`, which change nothing; else ask the user."""
         if value in OFF or value in neutral:
-            self.leave(key, f"{quoted(value)} changes nothing here; {reason}")
+            self.leave(key, f"{quoted(value)} has no effect here; {reason}")
         else:
             self.blanks[key] = f"{quoted(value)}: {reason}"
 
@@ -224,7 +224,7 @@ class Draft:
         if isinstance(value, str):
             value = CHOICE_ALIASES.get(ours, {}).get(value, value)
         if ours == "train.max_steps" and isinstance(value, (int, float)) and value <= 0:
-            return self.leave(key, f"{quoted(theirs)}: the number of epochs counts")
+            return self.leave(key, f"{quoted(theirs)}: the number of epochs is used")
         if ours == "eval.every_steps" and (value is None or (isinstance(value, (int, float)) and value <= 0)):
             return self.leave(key, f"{quoted(theirs)}: no steps between evaluations")
         if ours == "train.warmup_steps" and isinstance(value, float) and value < 1:
@@ -244,11 +244,11 @@ class Draft:
         elif theirs is False and (ours == "model.dtype" or value is None):
             self.leave(key, "off")
         elif present is not None and present == value:
-            self.leave(key, f"{quoted(theirs)}: {ours} is {quoted(present)} by {self.origin[ours]}, too")
+            self.leave(key, f"{quoted(theirs)}: {ours} is already {quoted(present)} because of {self.origin[ours]}")
         elif value is None or isinstance(value, dict):
             self.ask(key, ours, f"{quoted(theirs)} has no counterpart in {ours}")
         elif present is not None and present != "auto":
-            self.ask(key, ours, f"{quoted(theirs)}: {ours} is {quoted(present)} by {self.origin[ours]}")
+            self.ask(key, ours, f"{quoted(theirs)}: {ours} is {quoted(present)} because of {self.origin[ours]}")
         else:
             self.set(ours, value, key)
         return None
@@ -257,12 +257,12 @@ class Draft:
         """Return `names` without the head, which gets no adapter here."""
         kept = [name for name in names if name not in HEADS]
         if len(kept) < len(names):
-            self.leave(f"{key} (head)", "adapters on the head are not supported: it stays as it is")
-            self.notes.append("that file puts an adapter on the head; here the head gets none")
+            self.leave(f"{key} (head)", "adapters on the head are not supported: the head is not changed")
+            self.notes.append("that file puts an adapter on the head; here the head has none")
         return kept
 
     def ask(self, key: str, ours: str, reason: str) -> None:
-        """Make `key` a blank, or leave it out where our key changes nothing that is trained."""
+        """Make `key` a blank, or leave it out where our key has no effect on training."""
         if ours in HARMLESS or ours.partition(".")[0] in HARMLESS:
             self.leave(key, reason)
         else:
@@ -287,10 +287,14 @@ class Draft:
     def _shard(self, key: str, value: Any) -> None:
         plan = value if key not in ("fsdp", "fsdp_config") else 3
         if isinstance(value, str) and re.search(r"z(?:ero)?[_-]?(?:stage)?[_-]?[01]\b", value.replace("_config", "")):
-            self.leave(key, f'{quoted(value)}: stages 0 and 1 replicate the weights, as parallel.strategy = "auto" may')
+            self.leave(
+                key,
+                f"{quoted(value)}: stages 0 and 1 replicate the weights, which parallel.strategy = "
+                '"auto" does if they fit',
+            )
             return
         if key == "fsdp_config" and "parallel" in self.recipe:
-            self.leave(key, 'how weights are sharded is parallel.strategy = "sharded"')
+            self.leave(key, 'sharding of weights is parallel.strategy = "sharded"')
             return
         self.set("parallel.strategy", "sharded", key)
         self.set("parallel.shard", shard_of(plan), key)

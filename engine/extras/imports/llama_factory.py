@@ -48,7 +48,7 @@ def factory_source(draft: Draft, name: str, folder: str, key: str, taken: list[d
     info = draft.dataset_info.get(name)
     found: dict[str, Any] = {"name": name_of(name, taken)}
     if not isinstance(info, dict):
-        draft.blanks[f"{key}.{name}"] = f"no dataset_info.json in {quoted(folder)} names it: correct its path"
+        draft.blanks[f"{key}.{name}"] = f"it is not in dataset_info.json of {quoted(folder)}: correct its path"
         return {**found, "path": f"data/{found['name']}.json", "format": "auto"}
     info = dict(info)
     hub, file = info.pop("hf_hub_url", None), info.pop("file_name", None)
@@ -58,7 +58,7 @@ def factory_source(draft: Draft, name: str, folder: str, key: str, taken: list[d
     elif file and not reach(f"{folder}/{file}"):
         found["path"] = f"{folder}/{file}"
     else:
-        draft.blanks[f"{key}.{name}"] = f"{quoted(info)} is neither a file below {quoted(folder)} nor a hub data set"
+        draft.blanks[f"{key}.{name}"] = f"{quoted(info)} is neither a file in {quoted(folder)} nor a hub data set"
         found["path"] = f"data/{found['name']}.json"
     for theirs, ours in (("subset", "config"), ("split", "split"), ("num_samples", "limit")):
         if (value := info.pop(theirs, None)) is not None:
@@ -74,7 +74,7 @@ def factory_source(draft: Draft, name: str, folder: str, key: str, taken: list[d
     mapped = _judged_columns(columns) if judged else _columns(found["format"], columns)
     found.update({"columns": mapped} if mapped else {})
     if judged and columns.get("history") not in OFF:
-        draft.blanks[f"{key}.{name}.columns.history"] = "earlier turns of a preference row: write them into its prompt"
+        draft.blanks[f"{key}.{name}.columns.history"] = "earlier turns of a preference row: put them into its prompt"
     _take_tags(draft, tags, f"{key}.{name}.tags")
     for word, value in info.items():
         if value not in OFF:
@@ -97,7 +97,7 @@ TAGS = {
 def _take_tags(draft: Draft, tags: dict[str, Any], key: str) -> None:
     unusual = {tag: value for tag, value in tags.items() if value not in TAGS.get(tag, ())}
     if unusual:
-        draft.blanks[key] = f"{quoted(unusual)}: these names of keys and roles are not recognised"
+        draft.blanks[key] = f"{quoted(unusual)}: these names of keys or roles are not recognised"
     elif tags:
         draft.leave(key, "the keys and roles of a turn have their usual names")
 
@@ -134,7 +134,7 @@ def read_factory(draft: Draft) -> None:
         draft.refuse("finetuning_type", kind, "only full training and LoRA are supported")
     for key in ("do_predict", "do_eval"):
         if draft.theirs.get(key) and not draft.theirs.get("do_train", False):
-            draft.refuse(key, True, "no training, only scores; a training configuration is needed")
+            draft.refuse(key, True, "only evaluation; expected a training configuration")
     if stage in ("dpo", "kto"):
         draft.set("method.objective", "dpo", "stage")
         if stage == "kto":
@@ -147,9 +147,7 @@ def read_factory(draft: Draft) -> None:
     else:
         _cut(draft)
     if stage == "sft" and draft.theirs.get("packing") and not draft.theirs.get("neat_packing"):
-        draft.notes.append(
-            "LLaMA-Factory's packing lets attention cross from one packed row to the next; here it does not"
-        )
+        draft.notes.append("in LLaMA-Factory's packing, attention crosses packed rows; here it does not")
     bits = draft.theirs.get("quantization_bit")
     if bits not in (None, 4):
         draft.blanks[draft.take_named("quantization_bit")] = (
@@ -173,7 +171,8 @@ def read_factory(draft: Draft) -> None:
 def _cut(draft: Draft) -> None:
     draft.set("data.over_length", "truncate", "LLaMA-Factory's default")
     draft.notes.append(
-        "LLaMA-Factory cuts prompt and answer of a long row in proportion, turn by turn; here the end of the row is cut"
+        "LLaMA-Factory truncates prompt and answer of a long row in proportion, turn by turn; here the end of "
+        "the row is cut off"
     )
 
 
@@ -213,7 +212,9 @@ def _named_data(draft: Draft, stage: str) -> None:
             draft.set(ours, taken, key)
     size = draft.theirs.get("val_size")
     if isinstance(size, (int, float)) and size >= 1:
-        draft.blanks[draft.take_named("val_size")] = f"{size} samples: set data.valid_fraction, a share of them"
+        draft.blanks[draft.take_named("val_size")] = (
+            f"{size} samples: set data.valid_fraction, a fraction of the samples"
+        )
 
 
 CONVERTERS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference"}
@@ -293,5 +294,5 @@ def _data(draft: Draft) -> None:
     if not sources and not given.endswith((".yaml", ".yml")):
         sources.append({"name": name_of(given, []), **place_of(draft, given, "train_dataset"), "format": "auto"})
     elif not sources:
-        draft.blanks["train_dataset"] = f"{quoted(given)} is not beside the file: write where your data are"
+        draft.blanks["train_dataset"] = f"{quoted(given)} is not next to the file: set the path of your data"
     draft.set("data.sources", sources, "train_dataset")

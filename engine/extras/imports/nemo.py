@@ -16,14 +16,14 @@ NO_EFFECT = {
     "ci": "a note for its own tests",
     "rng": "train.seed seeds a run",
     "seed": "train.seed seeds a run",
-    "checkpoint": "runs have their own folders; [checkpoint] says when",
+    "checkpoint": "runs have their own folders; [checkpoint] sets when to save",
     "fsdp": "[parallel] sets devices and sharding",
     "separate_meshes": "[parallel] sets devices and sharding",
-    "performance": "the engine chooses kernels that compute the same",
+    "performance": "the engine chooses equivalent kernels",
     "compile": "train.compile compiles the layers; the result is the same",
     "nvtx": "profiling is not part of a recipe",
-    "skypilot": "`tunedeck launch` says where a job runs",
-    "slurm": "`tunedeck launch` says where a job runs",
+    "skypilot": "`tunedeck launch` sets where a job runs",
+    "slurm": "`tunedeck launch` sets where a job runs",
 }
 OPTIMIZERS = {"Adam": "adamw", "AdamW": "adamw", "FusedAdam": "adamw", "SGD": "sgd"}
 
@@ -77,7 +77,7 @@ def _schedule(draft: Draft) -> None:
             draft.set(ours, value, f"step_scheduler.{theirs}")
     for key in ("local_batch_size", "save_checkpoint_every_epoch", "gc_every_steps", "log_remote_every_steps"):
         if steps.pop(key, None) is not None:
-            draft.leave(f"step_scheduler.{key}", "the plan chooses the micro-batch; [checkpoint] says when to save")
+            draft.leave(f"step_scheduler.{key}", "the plan chooses the micro-batch; [checkpoint] sets when to save")
     _rest(draft, "step_scheduler", steps)
 
 
@@ -101,9 +101,9 @@ def _model(draft: Draft, recipe: str) -> None:
         "rope_fusion",
     ):
         if (value := model.pop(key, None)) is not None and key != "text_config":
-            draft.leave(f"model.{key}", "the engine chooses kernels that compute the same")
+            draft.leave(f"model.{key}", "the engine chooses equivalent kernels")
         elif value is not None:
-            draft.blanks["model.text_config"] = f"{quoted(value)}: single values of a model's config are not changed"
+            draft.blanks["model.text_config"] = f"{quoted(value)}: values of a model's config cannot be changed"
     _rest(draft, "model", model)
     frozen: list[str] = []
     parts = _table(draft, "freeze_config")
@@ -116,7 +116,7 @@ def _model(draft: Draft, recipe: str) -> None:
         draft.set("method.freeze", frozen, "freeze_config")
     for key, value in parts.items():
         if value not in OFF:
-            draft.blanks[f"freeze_config.{key}"] = f"{quoted(value)}: write these parts in method.freeze"
+            draft.blanks[f"freeze_config.{key}"] = f"{quoted(value)}: list these parts in method.freeze"
     for key in ("processor", "tokenizer"):
         table = _table(draft, key)
         table.pop("_target_", None)
@@ -148,7 +148,7 @@ def _method(draft: Draft) -> None:
             "peft.target_modules",
         )
     else:
-        draft.blanks["peft.target_modules"] = "names no modules: set method.targets"
+        draft.blanks["peft.target_modules"] = "does not list modules: set method.targets"
     if (excluded := peft.pop("exclude_modules", None)) not in OFF:
         names = excluded if isinstance(excluded, list) else [excluded]
         kept = [str(name).replace("*", "**") for name in names if "head" not in str(name)]
@@ -158,7 +158,7 @@ def _method(draft: Draft) -> None:
     for key in ("use_triton", "dropout_position", "lora_A_init", "use_memory_efficient_lora", "lora_dtype"):
         value = peft.pop(key, None)
         if value not in (None, True, False, "post", "pre", "xavier", "kaiming", "uniform"):
-            draft.blanks[f"peft.{key}"] = f"{quoted(value)}: has no counterpart"
+            draft.blanks[f"peft.{key}"] = f"{quoted(value)} has no counterpart"
         elif value is not None:
             draft.leave(f"peft.{key}", "the engine chooses kernels and the random numbers of new adapters")
     if peft.pop("use_dora", False):
@@ -179,7 +179,7 @@ def _optimizer(draft: Draft) -> None:
             )
     for key in ("foreach", "fused", "master_weights", "store_param_remainders", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if optimizer.pop(key, None) is not None:
-            draft.leave(f"optimizer.{key}", "the engine keeps the precision of optimizer state")
+            draft.leave(f"optimizer.{key}", "the engine sets the precision of optimizer state")
     _rest(draft, "optimizer", optimizer)
     style = schedule.pop("lr_decay_style", None)
     draft.set("train.scheduler", str(style or "constant"), "lr_scheduler.lr_decay_style" if style else "its default")
@@ -188,7 +188,7 @@ def _optimizer(draft: Draft) -> None:
             draft.set(ours, value, f"lr_scheduler.{theirs}")
     for key, value in schedule.items():
         if value is not None:
-            draft.blanks[f"lr_scheduler.{key}"] = f"{quoted(value)}: this shape of the learning rate is not supported"
+            draft.blanks[f"lr_scheduler.{key}"] = f"{quoted(value)}: this learning rate schedule is not supported"
     clip = _table(draft, "clip_grad_norm")
     draft.set("train.max_grad_norm", clip.get("max_norm", 1.0), "clip_grad_norm.max_norm" if clip else "its default")
 
@@ -230,7 +230,7 @@ def _data(draft: Draft) -> None:
         if key == "dataset" and options.get("shuffle") is False:
             draft.set("data.shuffle", False, f"{loader}.shuffle")
         elif options:
-            draft.leave(loader, "rows are read as they are needed")
+            draft.leave(loader, "rows are read when they are needed")
         entry = _table(draft, key)
         if entry:
             draft.set(ours, [_source(draft, entry, key)], key)
@@ -256,7 +256,7 @@ def _source(draft: Draft, entry: dict[str, Any], key: str) -> dict[str, Any]:
     else:
         source["format"] = "auto"
         draft.blanks[f"{key}._target_"] = (
-            f"{quoted(builder)}: this builder's rows are not known here: name file and format"
+            f"{quoted(builder)}: the rows of this builder are unknown: set path and format"
         )
     for name in ("tokenizer", "name", "shuffle_seed"):
         entry.pop(name, None)

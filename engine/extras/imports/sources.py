@@ -35,7 +35,7 @@ def place_of(draft: Draft, text: str, key: str) -> dict[str, Any]:
     bare = text.removeprefix("./")
     if reason := reach(bare):
         inside = f"data/{PurePosixPath(bare).name or 'train.jsonl'}"
-        draft.blanks[key] = f"{quoted(text)} {reason}: put the file at {inside}, or write its place there"
+        draft.blanks[key] = f"{quoted(text)} {reason}: put the file at {inside}, or set its path there"
         return {"path": inside}
     is_spelt_so = bare != text or bare.lower().endswith(FILE_ENDINGS) or bare.count("/") > 1 or bare.startswith("data/")
     if is_spelt_so or (bare and any((folder / bare).exists() for folder in draft.folders)):
@@ -66,7 +66,7 @@ def take_roles(draft: Draft, entry: dict[str, Any], source: dict[str, Any], key:
     roles = entry.pop("roles", None)
     if not isinstance(roles, dict):
         if roles not in OFF:
-            draft.blanks[f"{key}.roles"] = f"{quoted(roles)}: a role with a list of names is needed"
+            draft.blanks[f"{key}.roles"] = f"{quoted(roles)}: expected a role with a list of names"
         return
     unusual = {
         ours: names

@@ -28,11 +28,12 @@ def read_swift(draft: Draft) -> None:
         draft.theirs["model_name_or_path"] = model
         if not draft.theirs.get("use_hf"):
             draft.notes.append(
-                "ms-swift loads models and data sets from ModelScope; here their names are looked up on the hub"
+                "ms-swift loads models and data sets from ModelScope; here their names are looked up on the "
+                "Hugging Face hub"
             )
     adapters = draft.take("adapters")
     if isinstance(adapters, list) and len(adapters) > 1:
-        draft.refuse("adapters", adapters, "one adapter can be continued")
+        draft.refuse("adapters", adapters, "only one adapter can be continued")
     if adapters not in OFF:
         draft.set("model.adapter", str(adapters[0] if isinstance(adapters, list) else adapters), "adapters")
     for theirs, ours in (("lr", "learning_rate"), ("lr_warmup_fraction", "warmup_ratio"), ("train_iters", "max_steps")):
@@ -82,7 +83,7 @@ def _parts(draft: Draft) -> None:
             draft.set(ours, [*(draft.get(ours) or []), *(f"{name}**" for name in names)], theirs)
     for key in ("freeze_parameters_regex", "trainable_parameters_regex", "target_regex", "target_parameters"):
         if (value := draft.take(key)) not in OFF:
-            draft.blanks[key] = f"{quoted(value)}: write the names or globs in [method]"
+            draft.blanks[key] = f"{quoted(value)}: list the names or globs in [method]"
 
 
 def _lengths(draft: Draft, command: str) -> None:
@@ -107,7 +108,7 @@ def _batch(draft: Draft) -> None:
         if isinstance(rows, int) and rows > 0:
             draft.take("per_device_train_batch_size")
             steps = max(1, math.ceil(16 / rows / draft.devices))
-            draft.set("train.batch_size", rows * steps * draft.devices, "ms-swift's default of 16 samples in a step")
+            draft.set("train.batch_size", rows * steps * draft.devices, "ms-swift's default of 16 samples per step")
 
 
 def _loss(draft: Draft, command: str) -> None:
@@ -116,7 +117,7 @@ def _loss(draft: Draft, command: str) -> None:
     if scale in known:
         draft.set("data.loss_on", known[scale], "loss_scale")
     else:
-        draft.blanks["loss_scale"] = f"{quoted(scale)}: the loss counts all target tokens alike"
+        draft.blanks["loss_scale"] = f"{quoted(scale)}: the loss weighs all target tokens equally"
     if "moe_aux_loss_coeff" in draft.theirs or "router_aux_loss_coef" in draft.theirs:
         weight = draft.take("moe_aux_loss_coeff")
         draft.set(
@@ -140,11 +141,12 @@ def _data(draft: Draft) -> None:
             if match and match["limit"]:
                 source["limit"] = int(match["limit"])
                 draft.notes.append(
-                    f"{place}: ms-swift draws its {match['limit']} rows at random; here the first are taken"
+                    f"{place}: ms-swift draws {match['limit']} random rows; here the first ones are used"
                 )
             if "hub" in source:
                 draft.blanks[f"{key}.{place}"] = (
-                    "a data set on ModelScope whose rows ms-swift rewrites: see whether `tunedeck data` reads it"
+                    "a data set on ModelScope whose rows ms-swift rewrites: check with `tunedeck data` how the "
+                    "rows are read"
                 )
             taken.append(source)
         if taken:
@@ -155,4 +157,4 @@ def _data(draft: Draft) -> None:
         draft.leave("split_dataset_ratio", "nothing is held out")
     names = draft.take("model_name")
     if names is not None:
-        draft.leave("model_name", "replaces {{NAME}} in the data set swift/self-cognition, which is not read here")
+        draft.leave("model_name", "replaces {{NAME}} in the data set swift/self-cognition, which is not supported here")

@@ -19,17 +19,17 @@ def take_template(draft: Draft, key: str, names: dict[str, str | None]) -> None:
         return
     name = names.get(str(given), str(given))
     if name is None:
-        draft.leave(key, f"{quoted(given)}: the model's own template is used")
+        draft.leave(key, f"{quoted(given)}: the model's template is used")
     elif name in NAMED or "{%" in name:
         draft.set("model.chat_template", name, key)
     elif is_of_family(name, str(draft.theirs.get("base_model") or draft.get("model.id") or _model_of(draft))):
-        draft.leave(key, f"{quoted(given)}: the model's own template is used")
+        draft.leave(key, f"{quoted(given)}: the model's template is used")
         draft.notes.append(
             f"{draft.tool} renders {given} with its own copy of the template: compare a row with `tunedeck data`"
         )
     else:
         draft.blanks[key] = (
-            f"{quoted(given)}: unknown template; the model's own is used unless you set model.chat_template"
+            f"{quoted(given)}: unknown template; the model's template is used unless you set model.chat_template"
         )
 
 

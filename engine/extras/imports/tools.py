@@ -33,9 +33,7 @@ def tool_of(data: dict[str, Any], label: str) -> str:
     if {"tuner_type", "train_type", "rlhf_type"} & set(data) and ("model" in data or "dataset" in data):
         return SWIFT
     if {"compute_environment", "distributed_type"} & set(data):
-        raise SpecError(
-            [f"{label}: a launch configuration of Accelerate: it starts no training by itself; {RECOGNISED}"]
-        )
+        raise SpecError([f"{label}: a launch configuration of Accelerate, without training settings; {RECOGNISED}"])
     if "base_model" in data and set(AXOLOTL_KEYS) & set(data):
         return AXOLOTL
     if isinstance(data.get("model"), str) and "train_dataset" in data:
@@ -45,7 +43,7 @@ def tool_of(data: dict[str, Any], label: str) -> str:
     if "model_name_or_path" in data and {"dataset_name", "dataset_mixture", "datasets", "learning_rate"} & set(data):
         return TRL
     shown = ", ".join(quoted(key) for key in list(data)[:5])
-    raise SpecError([f"{label}: no tool's configuration is recognised by its keys ({shown}); {RECOGNISED}"])
+    raise SpecError([f"{label}: the keys ({shown}) do not match a supported tool; {RECOGNISED}"])
 
 
 TABLES = ("dataset_mixture", "dataset_mixer", "lr_scheduler_kwargs")

@@ -32,7 +32,7 @@ ALL_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 def read_torchtune(draft: Draft) -> None:
     if not {"model", "optimizer"} <= set(draft.theirs):
-        draft.refuse("config", "eval or generate", "no training; a configuration that trains is needed")
+        draft.refuse("config", "eval or generate", "not a training configuration; one is needed")
     parts = {name: _part(draft, name) for name in COMPONENTS}
     for name in ("profiler", "metric_logger", "ref_checkpointer"):
         if isinstance(draft.theirs.get(name), dict):
@@ -42,12 +42,12 @@ def read_torchtune(draft: Draft) -> None:
     prefers = "DPOLoss" in loss or "rlhf" in loss
     if prefers:
         if "DPOLoss" not in loss:
-            draft.refuse("loss", loss, "of torchtune's preference losses DPOLoss is supported")
+            draft.refuse("loss", loss, "of torchtune's preference losses only DPOLoss is supported")
         draft.set("method.objective", "dpo", "loss")
         draft.set("preference.loss", "dpo", "loss")
         draft.default("preference.label_smoothing", parts["loss"].pop("label_smoothing", 0) or 0.0)
     elif loss:
-        draft.leave("loss", f"{quoted(loss)}: cross-entropy, computed as train.loss says")
+        draft.leave("loss", f"{quoted(loss)}: cross-entropy, computed as set by train.loss")
     if draft.get("method.objective") is None and "dev." in loss:
         draft.refuse("loss", loss, "this training is not supported")
     _model(draft, parts["model"], parts["checkpointer"], parts["tokenizer"])
@@ -79,7 +79,7 @@ def read_torchtune(draft: Draft) -> None:
 REASONS = {
     "profiler": "profiling is not part of a recipe",
     "metric_logger": "the journal keeps the metrics; trackers.use adds others",
-    "ref_checkpointer": "the reference is this model as it is at the start",
+    "ref_checkpointer": "the reference is this model at the start",
 }
 
 
@@ -102,7 +102,7 @@ def _model(draft: Draft, model: dict[str, Any], checkpointer: dict[str, Any], to
     for name in ("_component_", "checkpoint_files", "output_dir", "filename_format", "max_filename"):
         if checkpointer.pop(name, None) is not None:
             draft.leave(
-                f"checkpointer.{name}", "a model is read from its hub id or folder, and each run has its own folder"
+                f"checkpointer.{name}", "a model is loaded from its hub id or folder, and each run has its own folder"
             )
     for name in (
         "_component_",
@@ -114,10 +114,10 @@ def _model(draft: Draft, model: dict[str, Any], checkpointer: dict[str, Any], to
         "special_tokens_path",
     ):
         if tokenizer.pop(name, None) is not None:
-            draft.leave(f"tokenizer.{name}", "the model's own tokenizer is used; model.tokenizer takes another")
+            draft.leave(f"tokenizer.{name}", "the model's tokenizer is used; to change it, set model.tokenizer")
     if isinstance(template := tokenizer.pop("prompt_template", None), (str, dict)):
         draft.blanks["tokenizer.prompt_template"] = (
-            f"{quoted(template)}: the model's chat template is used; model.chat_template takes another"
+            f"{quoted(template)}: the model's chat template is used; to change it, set model.chat_template"
         )
     _freezes(draft, model)
     if is_lora:
@@ -135,11 +135,13 @@ def _freezes(draft: Draft, model: dict[str, Any]) -> None:
         draft.set("method.freeze", frozen, " and ".join(f"model.{key}" for key in given))
     for key, value in given.items():
         if value == "lora" and draft.get("method.kind") != "lora":
-            draft.blanks[f"model.{key}"] = f"{quoted(value)}: adapters beside trained weights: set method.also_train"
+            draft.blanks[f"model.{key}"] = (
+                f"{quoted(value)}: adapters together with trained weights: set method.also_train"
+            )
         elif value not in (False, "frozen"):
             draft.leave(f"model.{key}", f"{quoted(value)}: this part is trained")
     if (size := model.pop("image_size", None)) is not None:
-        draft.leave("model.image_size", f"{quoted(size)}: the model's own config has it")
+        draft.leave("model.image_size", f"{quoted(size)}: it is in the model's config")
 
 
 def _model_id(draft: Draft, folder: str) -> None:
@@ -149,10 +151,10 @@ def _model_id(draft: Draft, folder: str) -> None:
     meant = next((hub_id for hub_id in ids if hub_id.rpartition("/")[2].lower() == name.lower()), None)
     meant = meant or (ids[0] if len(set(ids)) == 1 else None)
     if meant:
-        draft.set("model.id", meant, "checkpointer.checkpoint_dir, by the comment with tune download")
+        draft.set("model.id", meant, "checkpointer.checkpoint_dir, from the comment with tune download")
     else:
         draft.set("model.id", name or "model", "checkpointer.checkpoint_dir")
-        draft.blanks["model.id"] = f"{quoted(folder)} is a folder outside: write the model's hub id or its folder"
+        draft.blanks["model.id"] = f"{quoted(folder)} is an outside folder: set the model's hub id or local folder"
 
 
 def _targets(draft: Draft, model: dict[str, Any], builder: str) -> None:
@@ -169,9 +171,9 @@ def _targets(draft: Draft, model: dict[str, Any], builder: str) -> None:
     else:
         targets = [*sorted(names), *(("gate_proj", "up_proj", "down_proj") if mlp else ())]
     if fused:
-        draft.notes.append("this model's projections are one matrix: adapters cover all of it, not single ones")
+        draft.notes.append("this model's projections are one matrix: adapters cover all of it, not single projections")
     if head:
-        draft.leave("model.apply_lora_to_output", "adapters on the head are not supported: the head stays as it is")
+        draft.leave("model.apply_lora_to_output", "adapters on the head are not supported: the head is not changed")
         draft.notes.append("that file puts an adapter on the head (apply_lora_to_output); here the head is not adapted")
     draft.set("method.targets", targets, "model.lora_attn_modules, apply_lora_to_mlp")
 
@@ -199,9 +201,7 @@ def _source(draft: Draft, entry: dict[str, Any], key: str, taken: list[dict[str,
     known = DATA_SETS.get(builder)
     found: dict[str, Any] = {**(known or {"format": "auto"})}
     if known is None:
-        draft.blanks[f"{key}._component_"] = (
-            f"{quoted(builder)}: a builder that is not known here; name file and format"
-        )
+        draft.blanks[f"{key}._component_"] = f"{quoted(builder)}: an unknown builder; set path and format"
     source, files = entry.pop("source", None), entry.pop("data_files", None)
     if source is not None:
         found.pop("hub", None)

@@ -54,7 +54,7 @@ def _targets(draft: Draft) -> None:
     if not given:
         draft.set("method.targets", PEFT_TARGETS, "peft's default")
         draft.notes.append(
-            "peft chooses targets by the kind of model: q_proj and v_proj in most, the fused projection in others"
+            "peft chooses targets by model type: q_proj and v_proj in most, the fused projection in others"
         )
     if experts not in OFF:
         draft.blanks["lora_target_parameters"] = f"{quoted(experts)}: add these names to method.targets"
@@ -72,7 +72,7 @@ def _preferences(draft: Draft) -> bool:
     if not marks and loss is not None:
         loss = draft.take("loss_type")
         if loss not in ("nll", "chunked_nll"):
-            draft.refuse("loss_type", loss, "of losses on text only cross-entropy (nll) is supported")
+            draft.refuse("loss_type", loss, "of the losses on text, only cross-entropy (nll) is supported")
         draft.leave("loss_type", f"{quoted(loss)}: the loss is cross-entropy")
     if not marks:
         return False
@@ -80,7 +80,7 @@ def _preferences(draft: Draft) -> bool:
     if isinstance(loss, list) and len(loss) == 1:
         loss = draft.theirs["loss_type"] = loss[0]
     if loss is not None and loss not in ("sigmoid", "ipo", "simpo", "kto", "orpo"):
-        draft.refuse("loss_type", loss, "of preference losses dpo (sigmoid), ipo, simpo, orpo and kto are supported")
+        draft.refuse("loss_type", loss, "supported preference losses are dpo (sigmoid), ipo, simpo, orpo and kto")
     names = " ".join(str(draft.theirs.get(key, "")) for key in ("output_dir", "hub_model_id", "run_name"))
     comments = " ".join(re.findall(r"#(.*)", draft.text))
     named = [draft.trainer] if draft.trainer in ("orpo", "kto") else NAMED_LOSS.findall(f"{names} {comments}".lower())
@@ -93,8 +93,8 @@ def _preferences(draft: Draft) -> bool:
         draft.set("preference.loss", named[0], f"its name, {named[0]}")
     elif loss is None:
         draft.notes.append(
-            f"{marks[0]} says that preferences are trained, and nothing whether by DPO, ORPO or KTO: DPO is taken; "
-            'for another set preference.loss = "orpo" or "kto"'
+            f"{marks[0]} means preference training, but the file does not set DPO, ORPO or KTO: DPO is used; "
+            'for another, set preference.loss = "orpo" or "kto"'
         )
     return True
 
@@ -109,8 +109,8 @@ def _loss_on(draft: Draft) -> None:
     draft.set("data.loss_on", "all", " and ".join(chosen) or "TRL's default")
     if "completion_only_loss" not in values:
         draft.notes.append(
-            "TRL trains every token of conversations and texts, and only the completions of rows with prompt and "
-            'completion: for such rows set data.loss_on = "completion"'
+            "TRL trains on every token of conversations and texts, but only on the completions of rows with "
+            'prompt and completion: for such rows set data.loss_on = "completion"'
         )
 
 
@@ -124,7 +124,7 @@ def _schedule(draft: Draft) -> None:
         elif name == "num_cycles" and str(draft.theirs.get("lr_scheduler_type")) == "cosine_with_restarts":
             draft.set("train.restarts", value, "lr_scheduler_kwargs.num_cycles")
         else:
-            draft.blanks[f"lr_scheduler_kwargs.{name}"] = f"{quoted(value)}: a schedule has no such key"
+            draft.blanks[f"lr_scheduler_kwargs.{name}"] = f"{quoted(value)}: unknown key of a schedule"
 
 
 def _data(draft: Draft) -> None:
@@ -157,8 +157,10 @@ def _data(draft: Draft) -> None:
     if (size := mixture.get("test_split_size")) is not None and isinstance(size, float):
         draft.set("data.valid_fraction", size, "dataset_mixture.test_split_size")
     elif size is not None:
-        draft.blanks["dataset_mixture.test_split_size"] = f"{size} samples: set data.valid_fraction, a share of them"
+        draft.blanks["dataset_mixture.test_split_size"] = (
+            f"{size} samples: set data.valid_fraction, a fraction of the samples"
+        )
     for key in set(mixture) - {"datasets", "test_split_size", "seed"}:
-        draft.blanks[f"dataset_mixture.{key}"] = "a mixture has no such key"
+        draft.blanks[f"dataset_mixture.{key}"] = "unknown key of a mixture"
     if "seed" in mixture:
-        draft.leave("dataset_mixture.seed", "train.seed draws the order of samples")
+        draft.leave("dataset_mixture.seed", "train.seed sets the order of samples")

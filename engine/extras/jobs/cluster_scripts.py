@@ -25,7 +25,7 @@ SECONDS_TO_SAVE = 120
 
 REJOINING = """\
 # A machine that is started again joins the others: with a store shared between agent and ranks, torchrun (torch 2.13)
-# does not tell it where rank 0 is, and all agents end after 60 s.
+# does not send it the address of rank 0, and all agents end after 60 s.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"""
 
 CPUS_PER_DEVICE = 4
@@ -82,8 +82,8 @@ def slurm_script(job: Job) -> str:
 #   (the folder is checked below, and again by every rank);
 # - the same Python environment is at the same path ($PYTHON);
 # - each can reach the first one by the name Slurm gives it, at $port and at ports that the system chooses.
-# Before its time limit the job is asked to stop: it writes a checkpoint. Queued again under the same job id
-# (scontrol requeue, or a preemption), it goes on from there.
+# Before its time limit the job gets a signal and writes a checkpoint. If it is queued again under the same job id
+# (scontrol requeue, or a preemption), it continues from there.
 
 {_setup(job)}set -euo pipefail
 PYTHON=${{TUNEDECK_PYTHON:-{shlex.quote(job.python)}}}
@@ -154,7 +154,7 @@ here=$(sed -n "$((SKYPILOT_NODE_RANK + 1))p" <<< "$SKYPILOT_NODE_IPS")
 # - Tunedeck is installed for python3 (--setup adds commands that see to it; $TUNEDECK_PYTHON names another one);
 # - $TUNEDECK_RUNS is on a volume that all machines mount there, and that outlives them. A bucket will not do: the
 #   journal is appended to, and file locks are taken. Every rank checks that it sees what rank 0 writes.
-# Local files of the recipe are copied to the same paths. A task that is recovered goes on from its last checkpoint.
+# Local files of the recipe are copied to the same paths. A task that is recovered continues from its last checkpoint.
 name: {json.dumps(job.spec.name)}
 num_nodes: {nodes.count}
 resources:{asked or " {}"}

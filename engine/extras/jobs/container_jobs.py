@@ -115,14 +115,14 @@ def _assumptions(box: Container, submit: str, *more: str) -> str:
     """The comment at the top of each file."""
     lines = [
         f"{box.job.spec.name}, for {box.target}. Submit with: {submit}",
-        f"- The image {box.image} has Tunedeck (the Dockerfile of Tunedeck's repository makes such a one).",
-        f"- {VOLUME} is a volume that outlives the container, with room for runs, checkpoints and the model.",
-        "- Submitted again, it goes on with the same run; for a new one, launch with another --name.",
-        "- A model that needs a token: give the container HF_TOKEN as a secret.",
+        f"- The image {box.image} contains Tunedeck (as built by the Dockerfile in Tunedeck's repository).",
+        f"- {VOLUME} is a persistent volume with space for runs, checkpoints and the model.",
+        "- If it is submitted again, the same run continues; for a new run, launch with another --name.",
+        "- If the model needs a token, HF_TOKEN is set in the container as a secret.",
         *(f"- {line}" for line in more),
     ]
     if files := local_files(box.job):
-        lines.append("- These files of this machine have to be on the volume, at the same paths in the container:")
+        lines.append("- These files of this machine are on the volume, at the same paths in the container:")
         lines += [f"    {path}" for path in files]
     return "".join(f"# {line}\n" for line in lines)
 
@@ -225,7 +225,7 @@ def dstack(box: Container) -> str:
     }
     if box.job.is_cuda:
         task["resources"] = {"gpu": f"{box.gpu}:{box.devices}", "shm_size": "16GB"}
-    return _assumptions(box, "dstack apply -f FILE", "The volume tunedeck exists (type: volume).") + _yaml(task)
+    return _assumptions(box, "dstack apply -f FILE", 'The volume "tunedeck" exists (type: volume).') + _yaml(task)
 
 
 def hf_jobs(box: Container) -> str:
@@ -234,9 +234,10 @@ def hf_jobs(box: Container) -> str:
     words += [word for name, value in box.environment.items() for word in ("--env", f"{name}={value}")]
     script = start_script(box, before=_with_spec(box))
     notes = (
-        f"{HOURS} hours at most; ask for more with --timeout.",
-        f"These jobs have no disk that outlives them: without a volume (-v) at {VOLUME} that files can be appended and"
-        " locked on, a second attempt begins anew, and only what finish.push sends remains.",
+        f"The job runs for at most {HOURS} hours; for more, change --timeout.",
+        f"These jobs have no persistent disk: without a volume (-v) at {VOLUME} that supports appending and "
+        "file locks, a second attempt starts from the beginning, and only the result sent by finish.push "
+        "remains.",
     )
     return (
         f"#!/bin/bash\n{_assumptions(box, 'bash FILE', *notes)}"
@@ -247,7 +248,7 @@ def hf_jobs(box: Container) -> str:
 
 def modal(box: Container) -> str:
     gpu = f"\n    gpu={json.dumps(f'{box.gpu}:{box.devices}')}," if box.job.is_cuda else ""
-    notes = ("A function ends after a day and is started again; retries cover that and preemptions.",)
+    notes = ("A function ends after a day and is started again; retries cover this and preemptions.",)
     return f"""\
 {_assumptions(box, "modal run --detach FILE", *notes)}
 import subprocess
@@ -280,8 +281,11 @@ def main():
 
 def runpod(box: Container) -> str:
     notes = (
-        "RUNPOD_API_KEY is set here. The pod stays, and costs, until you remove it: runpodctl remove pod ID.",
-        "RunPod starts a container again when its command ends, so the script sleeps after the run's end.",
+        (
+            "RUNPOD_API_KEY is set here. The pod keeps running and costs money until you remove it: runpodctl "
+            "remove pod ID."
+        ),
+        "RunPod restarts a container when its command ends, so the script sleeps after the run has ended.",
     )
     script = start_script(box, before=_with_spec(box)).replace("exec python3", "python3")
     script = f"(\n{script}) || true\necho the run has ended; sleep infinity\n"

@@ -98,10 +98,10 @@ def _refuse_empty_patches(images: RowImages) -> None:
     made = images.processor.arrays([{"image": np.zeros((*images.sizes[0], 3), np.uint8)}])
     if any(not array.is_floating_point() and bool((array < 0).any()) for array in made.values()):
         raise UsageError(
-            f"{type(images.processor.processor).__name__} fills images up with empty patches, and what these take "
-            "cannot be simulated",
-            expected="a processor whose patches all belong to the image",
-            fix="start with a small train.micro_batch: the run adapts to the memory that is there",
+            f"{type(images.processor.processor).__name__} pads images with empty patches, whose memory cannot "
+            "be simulated",
+            expected="a processor that does not pad images",
+            fix="start with a small train.micro_batch: the run adapts to the available memory",
         )
 
 
@@ -126,8 +126,8 @@ def _largest(processor: OwnProcessor, most: int) -> Size:
             found = values, _size(best, ratio)
     if found is None:
         raise UsageError(
-            f"no image fits into {most} tokens, as {type(processor.processor).__name__} writes images",
-            expected="room for an image and text in data.max_length",
+            f"no image fits into {most} tokens with {type(processor.processor).__name__}",
+            expected="a data.max_length with space for an image and text",
             fix="raise data.max_length",
         )
     return found[1]

@@ -221,7 +221,7 @@ def _training(run: SimulatedRun[PhaseLog], stack: LayerStack, shape: StepShape) 
             stack.find_without_gradient(run.loaded.trainable())
         gradient_bytes = stack.gradient_bytes - bytes_of(stack.without_gradient)
         if not (stack.is_whole or recorded or made_bytes == gradient_bytes):
-            raise StackError("gradients of the layers that were run do not add up to those of all")
+            raise StackError("the gradients of the simulated layers do not add up to those of all layers")
         recorded.append(segments)
     return recorded
 

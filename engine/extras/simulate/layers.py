@@ -128,7 +128,7 @@ class LayerStack:
         if self.is_whole:
             return found, Held(0, 0)
         if [each.phase for each in found] != _phases(found, sorted(set(self._stands_for))):
-            raise StackError("layers ran in another order than that of the model")
+            raise StackError("the layers ran in a different order than in the model")
         if any(other.log[0] != sum(each.log) for each, other in pairwise(found)):
             raise StackError("something was allocated between two layers")
         ends = [*(each.gradient_bytes for each in found[1:]), gradients_after]

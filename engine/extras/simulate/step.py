@@ -72,11 +72,11 @@ def simulate_step(spec: RunSpec, *, rows: int, length: int, row_targets: int | N
         UsageError: a 4-bit base, which needs CUDA kernels; sequence parallelism; an invalid config of the model.
     """
     if spec.recipe.model.quantize != "none":
-        raise UsageError("a 4-bit base cannot be simulated", fix="leave --exact out: the closed form knows it")
+        raise UsageError("a 4-bit base cannot be simulated", fix="leave out --exact: the memory formula covers it")
     if spec.profile.parallel.sequence > 1:
         raise UsageError(
             "sequence parallelism cannot be simulated on one device",
-            fix="leave --exact out: the closed form knows what each rank holds",
+            fix="leave out --exact: the memory formula covers each rank",
         )
     with simulated_run(spec, partial(PhasePeaks, ends=_ends(spec)), row_images=images_of_rows(spec)) as run:
         return _simulated(run, rows, length, rows * (length if row_targets is None else row_targets))
@@ -139,11 +139,11 @@ class ExactPlan:
     accumulation: int
     length: int
     closed_form: dict[str, dict[str, int]] | None
-    """The closed form's bytes by phase and component for the same micro-batch; None for an unknown architecture."""
+    """The memory formula's bytes by phase and component for the same micro-batch; None for an unknown architecture."""
 
     @property
     def closed_form_bytes(self) -> int | None:
-        """Peak bytes that the closed form predicts; None if it does not know the architecture."""
+        """Peak bytes that the memory formula predicts; None if it does not know the architecture."""
         return max(sum(row.values()) for row in self.closed_form.values()) if self.closed_form else None
 
     @property
@@ -177,7 +177,7 @@ class ExactPlan:
 
 
 def exact_plan(spec: RunSpec) -> ExactPlan:
-    """Plan by simulating a step with the micro-batch that the closed form chooses.
+    """Plan by simulating a step with the micro-batch that the memory formula chooses.
 
     Raises:
         UsageError: the step cannot be simulated (see `simulate_step`).
@@ -201,7 +201,7 @@ def exact_plan(spec: RunSpec) -> ExactPlan:
 
 
 def _remedied_fits(spec: RunSpec, known: SequenceBounds) -> bool:
-    """Whether a simulated micro-batch of one sequence fits with remedies that do not change what is learned."""
+    """Whether a simulated micro-batch of one sequence fits with remedies that do not change the training result."""
     for remedied in remedies(spec):
         peak_bytes = simulate_step(remedied, rows=1, length=known.tokens, row_targets=known.targets).peak_bytes
         if peak_bytes + non_torch_memory(spec).total(peak_bytes) <= spec.profile.device.capacity_bytes:

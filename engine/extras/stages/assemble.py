@@ -93,7 +93,7 @@ def _layer_means(loaded: LoadedModel, data: TokenData) -> Tensor:
         if classify(error) is None:
             raise
         raise MemoryExhaustedError(
-            "one sample of an expert does not fit beside the model while hidden states are collected",
+            "a sample of an expert does not fit in memory with the model while hidden states are collected",
             fix='lower data.max_length, or set router = "random" in the stage that assembles',
         ) from error
     finally:
@@ -169,7 +169,8 @@ def assemble_experts(mixture: Mixture, target: Path, notify: Callable[[str], Non
         draft.rename(target)
     except OSError as error:
         raise EnvironmentProblem(
-            f"the mixture cannot be written to {target}: {error.strerror or error}", fix="make room on that disk"
+            f"the mixture of experts cannot be written to {target}: {error.strerror or error}",
+            fix="free space on that disk",
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

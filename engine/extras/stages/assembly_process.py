@@ -65,7 +65,7 @@ def _assemble(spec: RunSpec, run: RunDirectory, writer: EventWriter, requests: R
     def notify(text: str) -> None:
         writer.write("phase", name=text)
         if requests.poll():
-            raise StoppedError("asked to stop")
+            raise StoppedError("stop requested")
 
     asked = json.loads(run.assembly.read_text("utf-8"))
     experts = [Expert(entry["name"], _folder_of(spec, entry)) for entry in asked["experts"]]
@@ -82,8 +82,8 @@ def _assemble(spec: RunSpec, run: RunDirectory, writer: EventWriter, requests: R
             code="experts_differ",
             text=f"{len(difference.averaged)} parameters outside the experts differ and were averaged; the largest "
             f"relative difference is {difference.relative:.3g}, in {difference.parameter}",
-            fix='train the feed-forward layers only: method.train_only = ["model.layers.*.mlp"] in the stages of the '
-            "experts, or name parameters in `shared` to take the first expert's",
+            fix='train the feed-forward layers only: method.train_only = ["model.layers.*.mlp"] in the stages of '
+            "the experts, or list parameters in `shared` to take those of the first expert",
         )
 
 
@@ -97,7 +97,7 @@ def _folder_of(spec: RunSpec, entry: dict[str, Any]) -> Path:
         return start.folder
     if start.base.startswith(BUILTIN_PREFIX) or spec.recipe.model.init == "random":
         raise EnvironmentProblem(
-            f"{start.base} with new weights exists in no folder, so it cannot be an expert",
+            f"{start.base} with new weights has no folder, so it cannot be an expert",
             expected='a folder, a model on the hub, or "run:RUN" as [model] where "base" is an expert',
             fix="set model.id to one of them",
         )

@@ -134,7 +134,7 @@ class _Conductor:
                 return
 
     def _skip(self, number: int, stage: Stage, missing: str) -> None:
-        reason = f"it starts from stage {missing}, which {self._outcomes[missing].status}"
+        reason = f"it depends on stage {missing} ({self._outcomes[missing].status})"
         self._outcomes[stage.name] = _Outcome("skipped", 0, reason)
         self._journal.write(
             "stage_finished", name=stage.name, number=number, status="skipped", exit_code=0, reason=reason
@@ -181,7 +181,10 @@ class _Conductor:
             self._copied[stage.name] = 0
         for process in use.processes:
             held = f"{(process.used_bytes or 0) / 2**30:.1f} GiB"
-            self._warn("device", f"process {process.pid} ({process.name}) holds {held} of the device beside the stage")
+            self._warn(
+                "device",
+                f"process {process.pid} ({process.name}) holds {held} of device memory in addition to the stage",
+            )
         return self._when_there_is_room(lambda: start_engine(directory, resume=begun and not from_start))
 
     def _when_there_is_room(self, write: Callable[[], T]) -> T:

@@ -74,7 +74,7 @@ def wait_until_released(spec: RunSpec, run: RunDirectory) -> DeviceUse:
             pids = ", ".join(str(process.pid) for process in own)
             raise EnvironmentProblem(
                 f"processes of an earlier stage still hold memory on the device: {pids}",
-                expected="a device without them before the next stage",
+                expected="no earlier stage on the device when the next one starts",
                 fix=f"end them with: kill -9 {pids.replace(',', '')}, then: tunedeck resume {run.name}",
             )
         time.sleep(POLL_SECONDS)
@@ -161,4 +161,4 @@ def _plan_of(spec: RunSpec) -> tuple[dict[str, Any], list[str]]:
     try:
         return with_simulations(lambda: make_plan(spec)).as_json(), []
     except (UnknownArchitectureError, ConfigNotHereError) as unknown:
-        return {}, [f"no plan before the start: {unknown.found}"]
+        return {}, [f"no memory plan before the start: {unknown.found}"]

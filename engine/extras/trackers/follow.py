@@ -50,7 +50,7 @@ def open_tracker(run: TrackedRun, name: str, position: dict[str, Any] | None) ->
 def tracked_run(directory: RunDirectory, name: str) -> TrackedRun:
     """Also creates the folder for the tracker's files. Raises UsageError for a tracker of an unknown name."""
     if name not in TRACKER_CLASSES:
-        raise UsageError(f"no tracker {name!r}", expected=f"one of: {', '.join(TRACKER_CLASSES)}")
+        raise UsageError(f"unknown tracker {name!r}", expected=f"one of: {', '.join(TRACKER_CLASSES)}")
     spec = load_run_spec(directory.run_toml, own=True)
     parent = directory.path.parent.parent.name if directory.path.parent.name == "stages" else None
     sweep = spec.provenance.sweep
@@ -84,8 +84,8 @@ def forward_all(directory: RunDirectory, name: str) -> int:
         return _follow(directory, name, None, 0, lock_seconds=0.0)
     except TimeoutError as error:
         raise EnvironmentProblem(
-            f"another process forwards {directory.name} to {name} now",
-            fix="nothing: what it has not forwarded yet follows by itself",
+            f"another process is sending {directory.name} to {name}",
+            fix="nothing: that process sends the remaining events",
         ) from error
 
 
@@ -128,8 +128,8 @@ def _ended_if_it_hangs(directory: RunDirectory, name: str, record: Record, doing
     cannot be interrupted in any other way."""
 
     def end() -> None:
-        slow = f"tracker {name} hung for {CALL_SECONDS:g} s in {doing}, and its process was ended"
-        record.error, record.fix = slow, f"forward what is missing: tunedeck sync {directory.path} --to {name}"
+        slow = f"tracker {name} did not respond for {CALL_SECONDS:g} s in {doing}; its process was ended"
+        record.error, record.fix = slow, f"send the missing events: tunedeck sync {directory.path} --to {name}"
         try:
             write_record(directory, name, record)
             sys.stderr.write(f"{slow}\n")
@@ -147,7 +147,7 @@ def _ended_if_it_hangs(directory: RunDirectory, name: str, record: Record, doing
 
 
 def _problem(directory: RunDirectory, name: str, error: Exception) -> EnvironmentProblem:
-    again = f"then send what is missing: tunedeck sync {directory.path} --to {name}"
+    again = f"then send the missing events: tunedeck sync {directory.path} --to {name}"
     if isinstance(error, ModuleNotFoundError):
         missing = f"tracker {name} is not installed: {error}"
         return EnvironmentProblem(missing, fix=f"{install_packages(name)}; {again}")
@@ -230,7 +230,7 @@ class _Follower:
             self._exit_code = 0 if stopped else event["exit_code"]
             self._ended = event["seq"] > after
             if self._refers and event["result"]:
-                with self._limited("naming the result"):
+                with self._limited("reporting the result"):
                     self._tracker.refer_to(self._directory.path / event["result"])
         point = point_of(event) if send else None
         if point is not None:

@@ -74,12 +74,12 @@ class AlertMonitor:
         if len(self._waits) >= LEAST_STEPS and waits[0] > max(SLOW_DATA * waits[1], SLOW_LEAST_SECONDS):
             share = f"{100 * waits[0] / waits[1]:.0f} %"
             fix = "raise data.workers, or put the data on a faster disk"
-            self._say("slow_data", step, f"{share} of the time of the last {len(self._waits)} steps went by waiting "
-                      "for data", fix)  # fmt: skip
+            self._say("slow_data", step, f"the last {len(self._waits)} steps spent {share} of their time waiting "
+"for data", fix)  # fmt: skip
 
     def not_finite(self, step: int, what: str) -> None:
         """A step whose loss or gradients are not finite; `what` says what became of it."""
-        fix = "a lower train.learning_rate, or more train.warmup_steps"
+        fix = "lower train.learning_rate, or raise train.warmup_steps"
         self._say("not_finite", step, f"loss or gradients of step {step} are not finite: {what}", fix)
 
     def _look_for_zero(self, step: int, grad_norm: float) -> None:
@@ -87,8 +87,10 @@ class AlertMonitor:
             return
         self._zero_steps = self._zero_steps + 1 if grad_norm == 0.0 else None
         if self._zero_steps is not None and (self._zero_steps == ZERO_STEPS or step == self._total_steps):
-            text = f"the gradient is 0 in every step up to step {step}: nothing is trained"
-            fix = "train weights that the samples use ([method]), or look at them: tunedeck data -r RECIPE --show 1"
+            text = f"the gradient is 0 in every step until step {step}: nothing is trained"
+            fix = (
+                "train weights that the samples use ([method]), or check the samples: tunedeck data -r RECIPE --show 1"
+            )
             self._say("no_gradient", step, text, fix)
             self._zero_steps = None
 
@@ -96,8 +98,11 @@ class AlertMonitor:
         if len(self._norms) >= LEAST_STEPS:
             usual = statistics.median(self._norms)
             if usual > 0 and grad_norm > SPIKE * usual:
-                text = f"the gradient norm of step {step} is {grad_norm:.4g}, {grad_norm / usual:.0f} times the usual"
-                fix = "a lower train.max_grad_norm; if it comes again, look at the samples of this step"
+                text = (
+                    f"the gradient norm of step {step} is {grad_norm:.4g}, {grad_norm / usual:.0f} times the "
+                    "usual value"
+                )
+                fix = "lower train.max_grad_norm; if it happens again, check the samples of this step"
                 self._say("gradient_spike", step, text, fix)
         self._norms.append(grad_norm)
 
@@ -110,9 +115,9 @@ class AlertMonitor:
         steps = step - self._least_at
         patience = max(PLATEAU_LEAST_STEPS, PLATEAU_SHARE * self._total_steps)
         if steps >= patience and step <= PLATEAU_BEFORE * self._total_steps:
-            text = f"the loss has found no new minimum for {steps} steps: {mean:.4g} in the mean of the last ones"
+            text = f"the loss has not improved for {steps} steps; the mean of the last ones is {mean:.4g}"
             self._say(
-                "plateau", step, text, "another train.learning_rate, or an earlier end: eval.early_stopping_patience"
+                "plateau", step, text, "change train.learning_rate, or stop earlier with eval.early_stopping_patience"
             )
             self._least_at = step
 

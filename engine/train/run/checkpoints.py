@@ -80,7 +80,8 @@ def asked_to_end(requests: RunRequests, ranks: Ranks) -> bool:
         return False
     if ranks.size > 1 and requests.reason == BY_SIGNAL:
         raise LostRankError(
-            "another rank ended while the run waited for room on its disk", fix="make room; see the log of that rank"
+            "another rank ended while the run waited for space on its disk",
+            fix="free some space; see the log of that rank",
         )
     return True
 
@@ -136,7 +137,7 @@ class CheckpointManager:
             self._directory.checkpoints, not_after=not_after, inspect=damage_for_resume
         )
         for complaint in complaints:
-            self._journal.warn("damaged_checkpoint", complaint, "the one before it is used")
+            self._journal.warn("damaged_checkpoint", complaint, "using the one before it")
         return checkpoint.step if checkpoint else None
 
     def restore_checkpoint(self, checkpoint: Checkpoint) -> bool:
@@ -241,7 +242,9 @@ class CheckpointManager:
         metric = self._setup.spec.recipe.checkpoint.best_metric
         complaint = self._when_there_is_room(lambda: agree(self._directory.checkpoints, best, metric))
         if complaint:
-            self._journal.warn("best_checkpoint_lost", complaint, "the best is chosen anew among evaluations to come")
+            self._journal.warn(
+                "best_checkpoint_lost", complaint, "the best is now chosen among the following evaluations"
+            )
         return asdict(best)
 
     def _retried(self, failure: OutOfMemory, remedy: str, number: int) -> None:

@@ -83,7 +83,7 @@ def prove_together(place: RunDirectory) -> int:
             writer.write("proof", **asdict(result))
     elif trouble:
         raise EnvironmentProblem(
-            f"the ranks could not make their proofs: {trouble}", fix="see which device: tunedeck doctor --gpus"
+            f"the ranks could not run their checks: {trouble}", fix="to find the device, run: tunedeck doctor --gpus"
         )
     return 0
 
@@ -125,7 +125,7 @@ def rehearse(place: RunDirectory, ranks: Ranks) -> NoReturn:
     seconds = time.monotonic() - began
     (folder / f"rank-{ranks.rank}").write_text(f"{seconds:.3f}", "utf-8")
     if error is None:
-        raise RuntimeError(f"the loss of rank {ranks.size - 1} was not noticed in {seconds:.0f} s")
+        raise RuntimeError(f"the end of rank {ranks.size - 1} was not noticed within {seconds:.0f} s")
     raise error
 
 
@@ -155,10 +155,10 @@ def judge(place: RunDirectory, size: int, limit_seconds: float, trouble: str, se
     if late:
         detail = f"ranks {', '.join(map(str, late))} did not notice within {limit_seconds:.0f} s that {killed}"
     elif not trouble.startswith(killed):
-        detail = f"the supervisor says: {trouble or 'nothing'}; but {killed}"
+        detail = f"the supervisor reports: {trouble or 'nothing'}; but {killed}"
     else:
         return ProofResult(
-            LOST_RANK, True, f"a killed rank is noticed by all others in {max(took):.2f} s", seconds=seconds
+            LOST_RANK, True, f"all other ranks notice a killed rank within {max(took):.2f} s", seconds=seconds
         )
-    fallback = "it may hang when a rank is lost: watch it, and stop it with tunedeck stop RUN"
+    fallback = "the run may hang when a rank is lost; to stop it: tunedeck stop RUN"
     return ProofResult(LOST_RANK, False, detail, fallback, seconds)

@@ -27,7 +27,7 @@ DEAD_BELOW = 0.1
 """An expert counts as dead below this part of an even share."""
 LOGGED_STEPS = 20
 """Logged steps in a row after which a warning is given."""
-FIX = "raise moe.aux_loss_weight, with moe.freeze_router = false so that the routers learn from it"
+FIX = "raise moe.aux_loss_weight, with moe.freeze_router = false to train the routers"
 
 
 @dataclass
@@ -104,14 +104,14 @@ class ExpertUtilisation:
 
     def _collapse(self, layer: int, shares_E: NDArray[np.float64]) -> ExpertWarning:
         most = ", ".join(f"{expert} ({100 * shares_E[expert]:.0f} %)" for expert in shares_E.argsort()[::-1][:3])
-        text = f"layer {layer} sends almost all tokens to the same experts, for {LOGGED_STEPS} logged steps: {most}"
+        text = f"layer {layer} sends almost all tokens to the same experts for {LOGGED_STEPS} logged steps: {most}"
         return ExpertWarning("expert_collapse", text, FIX)
 
     def _dead(self, layer: int, dead: list[int], count: int) -> ExpertWarning:
         named = ", ".join(map(str, dead[:8])) + (" …" if len(dead) > 8 else "")
         text = (
-            f"layer {layer}: {len(dead)} of {count} experts got less than {DEAD_BELOW:g} of an even share of the "
-            f"tokens, for {LOGGED_STEPS} logged steps: {named}"
+            f"layer {layer}: {len(dead)} of {count} experts received less than {DEAD_BELOW:g} of an even share "
+            f"of the tokens for {LOGGED_STEPS} logged steps: {named}"
         )
         return ExpertWarning("expert_dead", text, FIX)
 

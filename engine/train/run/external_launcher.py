@@ -66,7 +66,7 @@ class Task:
 
 
 class RefusedError(TunedeckError):
-    """Raised on the other ranks when rank 0 cannot begin; rank 0 reports the reason."""
+    """Raised on the other ranks when rank 0 cannot start; rank 0 reports the reason."""
 
 
 def train_launched(spec: RunSpec, launcher_rank: LauncherRank, settle: Callable[[], Task], *, as_json: bool) -> int:
@@ -107,7 +107,7 @@ def begin_or_go_on(launcher_rank: LauncherRank, folder: Path, make: Callable[[],
     if place is None:
         return take_up(launcher_rank, make(), resume=False)
     if summarise(place).status == "done":
-        sys.stderr.write(f"tunedeck: this job's run {place.name} is done: nothing is left to do\n")
+        sys.stderr.write(f"tunedeck: the run of this job, {place.name}, is already done\n")
         return Task(str(place.path), ended=0)
     return take_up(launcher_rank, place, resume=True)
 
@@ -157,7 +157,7 @@ def _broadcast_task(ranks: Ranks, settle: Callable[[], Task]) -> Task:
         return Task(**received["task"])
     if problem is not None:
         raise problem
-    refused = RefusedError("rank 0 cannot begin")
+    refused = RefusedError("rank 0 cannot start")
     refused.exit_code = received["code"]
     raise refused
 
@@ -238,13 +238,13 @@ def _say_loss(launcher_rank: LauncherRank, error: Exception) -> None:
 
 
 def _write_restart(place: RunDirectory, launcher_rank: LauncherRank) -> None:
-    left = f", {launcher_rank.restarts_left} more to come" if launcher_rank.launcher == "torchrun" else ""
+    left = f", {launcher_rank.restarts_left} restarts left" if launcher_rank.launcher == "torchrun" else ""
     with EventWriter(place) as writer:
         writer.write(
             "warning",
             code="restarted",
             text=f"{launcher_rank.launcher} started the ranks again{left}; the run continues from its last checkpoint",
-            fix="why is above, or in the launcher's own log",
+            fix="the reason is above, or in the launcher's log",
         )
 
 

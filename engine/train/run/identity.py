@@ -34,16 +34,16 @@ class Identity:
         changes = find_changes(learned_from, self.recipe, "recipe")
         if refused := refused_changes(changes):
             raise UsageError(
-                "run.toml differs from what the checkpoint has learned from:\n  " + "\n  ".join(refused),
-                fix="put these keys of run.toml back, or start a new run with: tunedeck train --run-spec run.toml",
+                "run.toml differs from the settings that the checkpoint was trained with:\n  " + "\n  ".join(refused),
+                fix="restore these keys in run.toml, or start a new run with: tunedeck train --run-spec run.toml",
             )
         names = {"data_fingerprint": "data", "tokenizer_hash": "tokenizer", "seed": "train.seed"}
         changed = [name for key, name in names.items() if saved.get(key) != getattr(self, key)]
         if changed:
             raise UsageError(
-                f"the checkpoint was made with another {' and another '.join(changed)}",
-                expected="the same data, tokenizer and seed as when the run started",
-                fix='put the files back as they were, or start a new run with model.id = "run:..."',
+                f"the checkpoint was made with a different {' and a different '.join(changed)}",
+                expected="the same data, tokenizer and seed as at the start of the run",
+                fix='restore the files, or start a new run with model.id = "run:..."',
             )
 
 

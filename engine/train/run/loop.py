@@ -42,7 +42,7 @@ GPU_SECONDS = 10.0
 GPU_FIELDS = ("index", "used_bytes", "utilisation_percent", "temperature_celsius", "power_watts")
 
 
-LEANER = 'method.kind = "lora", or train.optimizer = "sgd", which has no state and allocates nothing in its step'
+LEANER = 'method.kind = "lora", or train.optimizer = "sgd", which has no state and does not allocate memory in its step'
 """What needs less memory where the step of adafactor or adamw_8bit ran out: the state of adamw would need more."""
 
 
@@ -104,18 +104,18 @@ class Training:
         if failed_bytes <= self.context.cost(1, int(self.context.data.lengths.min())):
             raise MemoryExhaustedError(
                 "the kernel killed the engine with micro-batches of one sequence: host memory ran out",
-                fix="raise the memory limit of this container or job, lower data.max_length, or turn on "
-                "train.gradient_checkpointing",
+                fix="raise the memory limit of this container or job, lower data.max_length, or set "
+                "train.gradient_checkpointing = true",
             )
         budget.cut(failed_bytes, failed_bytes // 2)
         mib = failed_bytes / 2**20
-        self.journal.warn("host_memory", f"micro-batches begin at half of the {mib:,.1f} MiB that were too much")
+        self.journal.warn("host_memory", f"micro-batches start at half of the {mib:,.1f} MiB that did not fit")
 
     def run(self) -> Ending:
         """Train to the end, or until asked to stop. Errors are raised; the caller turns them into exit codes."""
         self.probe()
         if self.state.step == 0 and not self.context.guard.can_undo:
-            self.checkpoints.save("an optimizer step that fails half-way can only be undone by going back here")
+            self.checkpoints.save("a checkpoint is needed to undo an optimizer step that fails midway")
         if self.setup.spec.recipe.eval.at_start and self.state.step == 0 and self.evaluator.has_validation:
             self.evaluate()
         self.journal.phase("training")
@@ -171,9 +171,9 @@ class Training:
         budget.floor_tokens, budget.launch_tokens = self.ranks.broadcast_object([floor, launch])
         self.journal.phase(
             "probing",
-            f"a pass of {large.tokens} tokens takes {large.seconds:.3f} s, the shortest {small.seconds:.3f} s, so up "
-            f"to {budget.floor_tokens} tokens count alike; one more micro-batch costs as much time as "
-            f"{budget.launch_tokens} tokens",
+            f"a pass of {large.tokens} tokens takes {large.seconds:.3f} s, the shortest {small.seconds:.3f} s, "
+            f"so passes of up to {budget.floor_tokens} tokens are counted as equally long; an additional "
+            f"micro-batch costs as much time as {budget.launch_tokens} tokens",
         )
 
     def _timed_pass(self, samples: NDArray[np.int64]) -> TimedPass:
@@ -212,7 +212,7 @@ class Training:
 
     def _look_for_alerts(self, step: int, outcome: StepOutcome, seconds: float) -> None:
         if outcome.overflowed:
-            self.alerts.not_finite(step, "it was skipped, and the loss scale lowered")
+            self.alerts.not_finite(step, "it was skipped, and the loss scale was lowered")
         elif outcome.applied:
             waited = outcome.data_wait_seconds
             self.alerts.after_step(step, loss=outcome.loss, grad_norm=outcome.grad_norm, waited=waited, seconds=seconds)
@@ -261,7 +261,7 @@ class Training:
         self.experts.warn(outcome.choices_LE)
 
     def _mfu(self, outcome: StepOutcome, samples: NDArray[np.int64], seconds: float) -> float | None:
-        """Model FLOPs per second of all devices, over their peak; None where either is not known."""
+        """Model FLOPs per second of all devices, over their peak; None where either is unknown."""
         flops, peak_tflops = self.setup.flops, self.setup.spec.profile.device.peak_tflops
         if flops is None or peak_tflops is None:
             return None
@@ -350,12 +350,12 @@ class Training:
         if checkpoint is None:
             self.sound = False
             raise MemoryExhaustedError(
-                "out of memory inside the optimizer step, and there is no checkpoint to go back to",
+                "out of memory in the optimizer step, and there is no checkpoint to go back to",
                 fix=f"start again with {LEANER}",
             )
         self._go_back_to(checkpoint)
         if self._reloads >= ATTEMPTS:
             raise MemoryExhaustedError(
-                f"out of memory inside the optimizer step, {self._reloads} times in a row",
+                f"out of memory in the optimizer step, {self._reloads} times in a row",
                 fix=f"set {LEANER}",
             )

@@ -273,8 +273,9 @@ def _note_attempt(start: RunStart, journal: Journal, requests: RunRequests) -> A
     count = killed.killed_before + 1 if killed is not None and killed.budget_bytes is None else 0
     if count > 1:
         raise MemoryExhaustedError(
-            f"the kernel killed the engine {count} times before it came to train: host memory ran out",
-            expected=f"a model, its optimizer state and the libraries in {host_memory_bytes() / 2**30:.3g} GiB",
+            f"the kernel killed the engine {count} times before training started: host memory ran out",
+            expected=f"a model that fits in {host_memory_bytes() / 2**30:.3g} GiB with its optimizer state and "
+            "the libraries",
             fix="raise the memory limit of this container or job, or train a smaller model",
         )
     if killed is not None:
@@ -309,7 +310,9 @@ def _open(spec: RunSpec, journal: Journal, requests: RunRequests, ranks: Ranks) 
         if device is not None and not waits_for:
             return device
         if over:
-            raise busy or DeviceBusyError(waits_for, fix="end what holds it, or wait longer with --wait SECONDS")
+            raise busy or DeviceBusyError(
+                waits_for, fix="end the processes that hold it, or wait longer with --wait SECONDS"
+            )
         journal.phase("waiting for the device", waits_for)
         time.sleep(max(0.0, min(WAIT_POLL_SECONDS, seconds_left)))
 
@@ -377,12 +380,12 @@ def _tell_data(report: DataReport, journal: Journal) -> None:
             number, reasons = sum(count.dropped.values()), drop_lines([count])
             more = f", and {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
             words = f"{count.name}: {number:,} of {count.read:,} rows are dropped: {', '.join(reasons[:3])}{more}"
-            journal.warn("data", words, "see what is kept with: tunedeck data -r RECIPE")
+            journal.warn("data", words, "to see the rows that are kept: tunedeck data -r RECIPE")
     for notice in report.notices:
         journal.warn("data", notice.removeprefix(WARNING))
     for line in report.overlaps:
         if line.startswith(WARNING):
-            journal.warn("data", line.removeprefix(WARNING), "see them with: tunedeck data -r RECIPE --duplicates")
+            journal.warn("data", line.removeprefix(WARNING), "to see them: tunedeck data -r RECIPE --duplicates")
         else:
             journal.phase("held-out rows", line)
 

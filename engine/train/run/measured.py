@@ -71,7 +71,7 @@ def calibrate(device: Device, ranks: int, probe: ProbeMemory | None, journal: Jo
     try:
         record(setting, found)
     except OSError as error:
-        journal.warn("not_calibrated", f"what this run showed of the device could not be kept: {error}")
+        journal.warn("not_calibrated", f"this run's measurements of the device could not be saved: {error}")
 
 
 def _residuals(device: Device, fragmented_share: float | None) -> Residuals | None:
@@ -158,7 +158,7 @@ def _predicted(peak: Peak) -> tuple[MicroBatchShape, dict[str, Any] | None]:
 
 
 def _predictor(spec: RunSpec, row_targets: int | None) -> Predictor | SimulatedPredictor:
-    """The closed form, or the simulation (memory trace) kept on this machine. NotSimulatedError: neither exists.
+    """The memory formula, or the simulation (memory trace) kept on this machine. NotSimulatedError: neither exists.
     UnknownArchitectureError: nor can the run be simulated."""
     try:
         return Predictor(from_config(model_config_dict(spec)), spec, row_targets)
@@ -264,11 +264,11 @@ def prediction_error(found: dict[str, Any]) -> tuple[str, str] | None:
     share = 100 * (foretold["peak_bytes"] / found["peak_bytes"] - 1)
     text = (
         f"memory was predicted {abs(share):.0f} % too {'high' if share > 0 else 'low'}: "
-        f"{foretold['peak_bytes'] / 2**20:,.1f} MiB for {found['sequences']} × {found['length']} tokens, and "
-        f"{found['peak_bytes'] / 2**20:,.1f} MiB were held; most of the difference is in {name} "
+        f"{foretold['peak_bytes'] / 2**20:,.1f} MiB for {found['sequences']} × {found['length']} tokens, but "
+        f"{found['peak_bytes'] / 2**20:,.1f} MiB were measured; most of the difference is in {name} "
         f"({differences[name] / 2**20:+,.1f} MiB)"
     )
-    return text, "tunedeck plan --exact simulates the step instead; the run itself goes by what it measures"
+    return text, "tunedeck plan --exact simulates the step instead; the run itself adapts to its measurements"
 
 
 FIRST_STEPS = 2
@@ -325,7 +325,7 @@ class RunPace:
         try:
             record_pace(self._spec, median(self._factors))
         except OSError as error:
-            journal.warn("not_calibrated", f"how long this run's steps took could not be kept: {error}")
+            journal.warn("not_calibrated", f"this run's step times could not be saved: {error}")
 
 
 def _architecture(spec: RunSpec) -> Architecture | None:

@@ -33,7 +33,8 @@ MOST_SNAPSHOTS = 3
 
 
 def oom_reporter(journal: Journal, device: Device, reports: OomReports | None = None) -> Callable[[RecoveredOom], None]:
-    """For each failure: the event `backoff`, a warning if the remedy changes what is learned, a report if `reports`."""
+    """For each failure: the event `backoff`, a warning if the remedy changes the training result, a report if
+    `reports`."""
 
     def report(recovered: RecoveredOom) -> None:
         oom, failure = recovered.oom, recovered.oom.failure
@@ -55,9 +56,9 @@ def oom_reporter(journal: Journal, device: Device, reports: OomReports | None = 
         if recovered.remedy == "max_length":
             journal.warn(
                 "learning_changed",
-                f"from step {recovered.step} on sequences end after {recovered.after} tokens: "
-                "not even one whole one fits",
-                "more memory, or data.max_length as short from the start",
+                f"from step {recovered.step}, sequences are truncated to {recovered.after} tokens, because a "
+                "single full sequence does not fit",
+                f"use more memory, or set data.max_length = {recovered.after} from the start",
             )
         path = reports.write(recovered) if reports else None
         if path is not None:

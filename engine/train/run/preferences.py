@@ -82,7 +82,7 @@ def _stores_reference(setup: TrainingSetup) -> bool:
     continued = find_starting_weights(setup.spec.recipe.model).adapter is not None
     if asked.needs_reference and asked.reference == "adapter_off" and (not whole or continued):
         stage = setup.spec.name.partition("/")[2]
-        raise no_adapter_to_switch_off(CONTINUED if whole else "more than the adapter trained", stage)
+        raise no_adapter_to_switch_off(CONTINUED if whole else "more parameters than the adapter are trained", stage)
     return asked.reference == "precomputed" or not whole or continued
 
 

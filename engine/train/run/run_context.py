@@ -91,14 +91,14 @@ class Watchdog:
             self._tell(work, now - work.began, longest)
 
     def _tell(self, work: Work, seconds: float, longest: float) -> None:
-        sys.stderr.write(f"{work.name} does not go on; what every thread is doing:\n")
+        sys.stderr.write(f"{work.name} is stuck; stack of every thread:\n")
         sys.stderr.flush()
         faulthandler.dump_traceback(sys.stderr.fileno())
-        before = f"the longest before took {longest:.1f} s" if longest else "it is the first"
+        before = f"the longest one took {longest:.1f} s" if longest else "this is the first one"
         self._journal.warn(
             "stuck",
-            f"{work.name} has stood for {seconds:.0f} s and does not go on; {before}",
-            "what every thread was doing is in engine.log (of other ranks: in ranks/)",
+            f"{work.name} has not finished after {seconds:.0f} s; {before}",
+            "the stack of every thread is in engine.log (of other ranks: in ranks/)",
         )
 
 

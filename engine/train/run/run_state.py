@@ -73,7 +73,7 @@ def damage_for_resume(checkpoint: Checkpoint) -> str | None:
 def _refuse_unknown(kind: type[MemorySettings | ActiveRemedy], saved: Any) -> None:
     """Raise ValueError for a table with other fields; those that an earlier version did not have may be missing."""
     if not isinstance(saved, dict) or saved.keys() - kind.__dataclass_fields__.keys():
-        raise ValueError(f"no {kind.__name__}")
+        raise ValueError(f"not a {kind.__name__}")
 
 
 def agree(folder: Path, best: Best, metric: str) -> str | None:

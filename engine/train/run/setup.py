@@ -219,15 +219,17 @@ def planned(
     if micro_batches.plan is None:
         journal.warn(
             "unknown_architecture",
-            "memory cannot be predicted for this architecture; micro-batches start small and what fits is learned",
-            "set train.micro_batch to a number you know to fit",
+            "memory cannot be predicted for this architecture; micro-batches start small and adapt during the run",
+            "set train.micro_batch to a number that fits",
         )
         return _with_layers(spec, micro_batches, known, ranks)
     _write_plan(micro_batches.plan, journal)
     if micro_batches.plan.verdict != "fits_smaller" or device.simulated or spec.limits.as_written:
         return _with_layers(spec, micro_batches, known, ranks)
     changes = ", ".join(f"{key} = {value}" for key, value in micro_batches.plan.remedies.items())
-    journal.warn("fits_smaller", f"as written this does not fit; it starts with {changes}, which learns the same", "")
+    journal.warn(
+        "fits_smaller", f"the recipe as written does not fit; starting with {changes}, which gives the same result", ""
+    )
     spec = with_changes(spec, micro_batches.plan.remedies)
     return _with_layers(spec, micro_batch_cost(spec, known), known, ranks)
 

@@ -28,4 +28,4 @@ class TrainingSetup:
     total_steps: int
     identity: Identity
     flops: StepFlops | None
-    """Model FLOPs of steps; None where they are not known."""
+    """Model FLOPs of steps; None where they are unknown."""

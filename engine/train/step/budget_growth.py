@@ -86,8 +86,9 @@ class BudgetGrowth:
             return False
         self.journal.warn(
             "thrashing",
-            "the allocator had to give its cached memory back in several steps in a row, which is slow: micro-batches "
-            f"get smaller (budget {before / 2**20:.0f} -> {budget.budget_bytes / 2**20:.0f} MiB)",
+            "the allocator had to release its cached memory in several consecutive steps, which is slow: "
+            f"micro-batches get smaller (budget {before / 2**20:.0f} -> {budget.budget_bytes / 2**20:.0f} "
+            "MiB)",
             'device.allocator = "expandable_segments:True" in the profile often helps',
         )
         return True
@@ -125,5 +126,5 @@ class BudgetGrowth:
             remedy=remedy.name,
             before=remedy.after,
             after=remedy.before,
-            reason="the memory that was short is free again",
+            reason="memory is available again",
         )

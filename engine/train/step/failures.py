@@ -136,7 +136,7 @@ def memory_exhausted(oom: RankOom, advice: str) -> MemoryExhaustedError:
     if failure.kind != "device":
         return MemoryExhaustedError(
             f"host memory ran out in {place}: {failure.text}",
-            fix="close other programs, or set data.workers = 0; a smaller micro-batch would not help",
+            fix="end other programs, or set data.workers = 0; a smaller micro-batch would not help",
         )
     held = ""
     if oom.micro_batch:

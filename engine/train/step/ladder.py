@@ -255,7 +255,7 @@ def optimizer_offload(now: BackoffContext) -> MemorySettings | None:
 
 def max_length(now: BackoffContext) -> MemorySettings | None:
     """Sequences truncated to three quarters of the length that failed, which the recipe must allow because it changes
-    what is learned; None if that is too short, or the failed micro-batch has several sequences."""
+    the training result; None if that is too short, or the failed micro-batch has several sequences."""
     micro_batch = now.oom.micro_batch
     if micro_batch is None or micro_batch.rows > 1 or micro_batch.length <= SHORTEST_TOKENS:
         return None
@@ -273,8 +273,8 @@ RUNGS: dict[str, Callable[[BackoffContext], MemorySettings | None]] = {
     "optimizer_offload": optimizer_offload,
     "max_length": max_length,
 }
-"""A rung is a pure function. None changes what is learned, except those that the recipe allows by name; the order is
-the recipe's: `backoff.ladder`, then `backoff.allow_learning_changes`."""
+"""A rung is a pure function. None changes the training result, except those that the recipe allows by name; the order
+is the recipe's: `backoff.ladder`, then `backoff.allow_learning_changes`."""
 
 
 def choose(ladder: Sequence[str], now: BackoffContext) -> tuple[str, MemorySettings] | None:

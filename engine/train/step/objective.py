@@ -101,7 +101,7 @@ class SequenceObjective(ABC):
 
     def begin_measuring(self) -> None:
         """Before this rank measures its sequences of `measured_first`, of which it may have none."""
-        raise NotImplementedError(f"{type(self).__name__} measures nothing first")
+        raise NotImplementedError(f"{type(self).__name__} has no measurement before training")
 
     def split(self, plan: list[MicroBatch], samples: NDArray[np.int64]) -> list[MicroBatch]:
         """The micro-batches that are measured before any is trained on."""

@@ -67,7 +67,7 @@ def noise_(bits: Tensor, spare: Tensor, *, seed: int, step: int, name: str, firs
 
 
 def round_stochastically_(bits: Tensor, noise: Tensor, result: Tensor) -> None:
-    """Round `bits` (overwritten) by chance, without bias, to bf16 `result`; `noise`: int32, uniform from 0 to 2^16 - 1.
+    """Round `bits` (overwritten) at random, without bias, to bf16 `result`; `noise`: int32, uniform from 0 to 2^16 - 1.
     Numbers that bf16 can represent are unchanged. The probability to round up is the fraction cut off (Gupta et al.
     2015, "Deep Learning with Limited Numerical Precision", section 3)."""
     bits.add_(noise).bitwise_right_shift_(16)

@@ -336,7 +336,7 @@ class StepTransaction:
         if not np.isfinite(self.work.mean_loss):
             raise DivergedError(
                 f"the loss of step {step} is {self.work.mean_loss}; the step was not applied",
-                fix="lower train.learning_rate, or look at the samples of this step for broken values",
+                fix="lower train.learning_rate, or check the samples of this step for invalid values",
             )
         if not context.scaler.can_back_off:
             raise DivergedError(

@@ -276,8 +276,8 @@ def require_same_parameters(checkpoint: Path, saved: set[str], present: set[str]
         raise _without_remainders(checkpoint)
     if saved != present:
         raise UsageError(
-            f"checkpoint {checkpoint.name} holds optimizer state for other parameters",
-            expected="the same model, method and optimizer as when the run started",
+            f"checkpoint {checkpoint.name} has optimizer state for different parameters",
+            expected="the same model, method and optimizer as at the start of the run",
             fix="resume without changing them, or start a new run",
         )
 
@@ -287,6 +287,6 @@ def _without_remainders(checkpoint: Path) -> UsageError:
     weights were rounded to nearest then, and their optimizer state was bf16."""
     return UsageError(
         f"checkpoint {checkpoint.name} was saved without remainders of bf16 weights",
-        expected="the rounding that the run was started with",
+        expected="the same rounding as at the start of the run",
         fix='set train.rounding = "nearest", train.state_dtype = "bfloat16" in run.toml, or start a new run',
     )

@@ -43,7 +43,7 @@ def test_an_out_of_memory_error_that_is_swallowed_is_seen(
     monkeypatch.setattr(torch, "empty", swallows)
     found = proved(setup, tmp_path)
     assert found["allocator"].passed is False
-    assert found["oom_in_backward"].passed is False and "goes on" in found["oom_in_backward"].detail
+    assert found["oom_in_backward"].passed is False and "continues" in found["oom_in_backward"].detail
 
 
 def test_an_out_of_memory_error_that_leaks_is_seen(setup: TrainingSetup, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_buffer_that_is_overwritten_before_its_copy_has_arrived_is_not_used(
     device: Any = SharedBuffer(setup.context.device)
     setup.context.device = device
     found = proved(setup, tmp_path)["copies"]
-    assert found.passed is False and "other values" in found.detail and "ordinary memory" in found.fallback
+    assert found.passed is False and "other values" in found.detail and "pageable memory" in found.fallback
     assert not device.pins and proved(setup, tmp_path)["copies"].passed
 
 

@@ -68,13 +68,13 @@ def test_the_page_says_all_of_it_and_obeys_no_escape_code(survived: Survived) ->
     _, _, report = survived
     lines = report_lines(report | {"device": "\x1b[31mred", "text": "a\nb"})
     text = "\n".join(lines)
-    for words in ("out of memory in", "what held the memory", "activations", "what was done", "would have avoided it"):
+    for words in ("out of memory in", "memory by component", "activations", "remedy: ", "would have avoided it"):
         assert words in text
     assert "\x1b" not in text and not any("\n" in line for line in lines)
     probed = "\n".join(
         report_lines(report | {"phase": "probe_forward", "remedy": "cut", "before": 8 << 20, "after": 4 << 20})
     )
-    assert "what was done: the probe is redone in smaller pieces (micro-batches of up to 8 MiB -> 4 MiB)" in probed
+    assert ("remedy: the memory test is redone in smaller pieces (micro-batches of up to 8 MiB -> 4 MiB)") in probed
 
 
 def test_a_folder_that_cannot_be_written_costs_the_report_and_nothing_else(survived: Survived, tmp_path: Path) -> None:

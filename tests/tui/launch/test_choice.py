@@ -45,7 +45,7 @@ def problem(choice: Choice, row: str) -> str:
 @pytest.mark.parametrize(
     ("key", "text", "said"),
     [
-        ("train.batch_size", "abc", "a whole number, 1 or more is allowed"),
+        ("train.batch_size", "abc", "an integer, 1 or more is allowed"),
         ("train.batch_size", "0", "1 or more"),
         ("train.learning_rate", "-1", "above 0"),
         ("method.kind", "qlora", "nf4"),
@@ -80,17 +80,19 @@ def test_the_list_of_recipes_says_its_verdict_in_words() -> None:
 
 def test_the_budget_says_which_lengths_it_is_for_where_there_is_room() -> None:
     spec, plan = spec_of(DEMO)
-    assert basis_words(plan, reading=False, readable=True) == "for the longest possible, 64 tokens; d reads the data"
+    assert basis_words(plan, reading=False, readable=True) == (
+        "for the longest possible sequence, 64 tokens; d reads the data"
+    )
     record_longest(lengths_record(spec.recipe), 41)
     _, known = spec_of(DEMO)
-    assert basis_words(known, reading=False, readable=False) == "for the longest of the data, 41 tokens"
+    assert basis_words(known, reading=False, readable=False) == "for the longest sequence in the data, 41 tokens"
     assert "has 41 tokens, not 64; predicted peak 192.2 MiB -> 126.7 MiB" in change_words(plan, known)
     assert verdict_line(known, 60, ascii_only=False).plain.startswith("◐ too big; fits with micro-batch 28 ")
     assert verdict_line(known, 60, ascii_only=True).plain.startswith("~ too big"), "% reads as a share"
     few = replace(plan, basis="data", row_targets=12)
     words = basis_words(few, reading=False, readable=False)
-    assert words == "for the longest of the data, 64 tokens (12 target tokens)"
-    assert "data were read: no sequence has more than 12 target tokens; predicted" in change_words(plan, few)
+    assert words == "for the longest sequence in the data, 64 tokens (12 target tokens)"
+    assert "data has been read: no sequence has more than 12 target tokens; predicted" in change_words(plan, few)
 
 
 def test_data_that_is_not_there_is_said_before_the_engine_would_find_out(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def test_a_like_run_tells_how_long_it_takes_and_no_other_does(runs: Path) -> Non
     earlier_run(runs, spec_of(DEMO.with_field("train.learning_rate", "0.1")), 20)
     text = time_words(spec, find_pace(spec, runs))
     assert re.match(
-        r"time: about 2:30 for 300 steps \(ready .*at \d\d:\d\d\), at the speed of .*\(500 ms a step\)$", text
+        r"time: about 2:30 for 300 steps \(ready .*at \d\d:\d\d\), at the measured speed of .*\(500 ms per step\)$",
+        text,
     )
     evening = datetime(2026, 11, 25, 21, 30).astimezone()
     assert ready_at(600, evening) == "ready at 21:40"
@@ -62,13 +63,13 @@ def test_disk_is_named_and_how_much_is_free_where_that_is_too_little() -> None:
     assert needs_line(Needs(5 << 20, None, time), 79).plain == (
         "disk: up to 5.0 MiB   time: about 2:30 for 300 steps predicted, 4,000 tokens/s"
     ), "at 80 columns the time was left out"
-    assert needs_line(Needs(None, None, UNKNOWN_TIME), 60).plain == "disk: not known   time: not known"
+    assert needs_line(Needs(None, None, UNKNOWN_TIME), 60).plain == "disk: unknown   time: unknown"
 
 
 @pytest.mark.asyncio
 async def test_disk_and_time_stand_beside_memory_and_a_change_says_what_was(console: Opener) -> None:
     async with console(120, 36, profile="demo", recipe="demo") as pilot:
-        await pilot.sees("disk: up to", "time: not known, no earlier run", "↓")
+        await pilot.sees("disk: up to", "time: unknown, no earlier run", "↓")
         pilot.screen.state.set_field("train.batch_size", "128")
         pilot.screen._show()
         await pilot.sees("was 64")

@@ -12,7 +12,7 @@ from tests.tui.recorded_stages import NAMES, make_staged_run
 from tui.run.chain import Link, chain_line, chain_of
 from tui.run.watch import RunWatch
 
-STATES = ("done", "failed", "skipped", "to come", "to come")
+STATES = ("done", "failed", "skipped", "pending", "pending")
 CHAIN = [Link(name, state) for name, state in zip(NAMES, STATES, strict=True)]
 
 
@@ -26,7 +26,7 @@ def test_the_chain_has_what_is_done_running_skipped_and_to_come(tmp_path: Path) 
     chain = chain_of(watch(make_staged_run(tmp_path, done=2, skipped=("full",))))
     assert [link.name for link in chain] == list(NAMES)
     assert [link.state for link in chain][:2] == ["done", "done"]
-    assert [link.state for link in chain][3:] == ["to come", "skipped"]
+    assert [link.state for link in chain][3:] == ["pending", "skipped"]
     assert chain_of(watch(make_run(tmp_path, "plain"))) == []
 
 
@@ -43,4 +43,4 @@ def test_the_stage_that_is_looked_at_is_always_in_sight_with_its_state(width: in
 
 def test_with_room_every_state_has_its_word_and_glyph() -> None:
     line = chain_line(CHAIN, "mixture", 140, ascii_only=False).plain
-    assert "✓ expert-truthfulqa done → ✗ expert-qmsum failed → ─  mixture  skipped → · router to come" in line
+    assert "✓ expert-truthfulqa done → ✗ expert-qmsum failed → ─  mixture  skipped → · router pending" in line

@@ -88,7 +88,7 @@ def test_the_kinds_go_round_and_a_failed_end_is_a_problem() -> None:
 @pytest.mark.parametrize("width", [20, 40, 72])
 def test_a_line_of_the_log_is_broken_between_words_and_keeps_its_indentation(width: int) -> None:
     """Regression: the gradient norm was "t" at the end of a line and "he" at the beginning of the next."""
-    text = '  File "x.py", line 3: the gradient norm of step 22 is 17.76, 5 times the usual'
+    text = '  File "x.py", line 3: the gradient norm of step 22 is 17.76, 5 times the usual value'
     lines = [line.plain for line in log_lines(LogLine(text, "info"), width)]
     assert all(len(line) <= width for line in lines)
     assert " ".join(line.strip() for line in lines) == text.strip()

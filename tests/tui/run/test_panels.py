@@ -89,4 +89,4 @@ def test_figures_are_one_line_the_most_important_first(watch: RunWatch) -> None:
     both = figure_strip(watch, 120, 2, str, ascii_only=False)
     text = " ".join(each.plain for each in both)
     assert all(name in text for name in ("tokens/s", "gradient norm", "learning rate", "step time"))
-    assert "not known" not in text
+    assert "unknown" not in text

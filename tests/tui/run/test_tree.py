@@ -36,7 +36,7 @@ def test_a_staged_run_opens_to_its_stages(tmp_path: Path) -> None:
     opened, *stages = tree.rows()
     assert opened.is_open and [row.name for row in stages] == list(NAMES)
     states = [state_of(row.summary) if row.summary is not None else row.state for row in stages]
-    assert states[:2] == ["done", "done"] and states[3:] == ["to come", "skipped"]
+    assert states[:2] == ["done", "done"] and states[3:] == ["pending", "skipped"]
     assert [row.depth for row in stages] == [1] * 5 and {row.parent for row in stages} == {closed.key}
     tree.set_open(closed.key, is_open=False)
     assert len(tree.rows()) == 1

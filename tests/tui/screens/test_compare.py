@@ -154,7 +154,7 @@ async def test_a_run_that_vanishes_leaves_the_screen_up(console: Opener, runs: P
         await open_compare(pilot, a, b)
         await pilot.sees(a.name)
         a.path.rename(runs / ".gone")
-        await pilot.sees("its folder is gone", "loss over steps", "done")
+        await pilot.sees("its folder was removed", "loss over steps", "done")
 
 
 async def test_what_a_resume_voids_leaves_every_axis(runs: Path) -> None:

@@ -137,9 +137,11 @@ async def test_the_plan_says_for_which_sequences_it_is_and_why_it_changes(
     """Regression: first the recipe's longest length, seconds later that of the data, without a word about it."""
     monkeypatch.setattr("tui.screens.launch.LENGTHS_SECONDS", 0.3)
     async with console(80, 24, **DEMO) as pilot:
-        await pilot.sees("for the longest possible, 64 tokens; reading the data ...", "192.2 of 64.0 MiB")
-        await pilot.sees("for the longest of the data, 41 tokens", "fits with micro-batch 28", "126.7 of 64.0 MiB")
-        await pilot.sees("the data were read: the longest sequence has 41 tokens, not 64")
+        await pilot.sees("for the longest possible sequence, 64 tokens; reading the data ...", "192.2 of 64.0 MiB")
+        await pilot.sees(
+            "for the longest sequence in the data, 41 tokens", "fits with micro-batch 28", "126.7 of 64.0 MiB"
+        )
+        await pilot.sees("the data has been read: the longest sequence has 41 tokens, not 64")
 
 
 async def test_a_tab_says_what_differs_from_the_last_run_of_the_recipe(console: Opener, runs: Path) -> None:

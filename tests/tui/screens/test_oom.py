@@ -51,7 +51,7 @@ async def test_what_would_have_avoided_an_oom_comes_first_and_is_applied(console
         await pilot.press("o")
         await pilot.sees(
             "step 1, attempt 1",
-            "the latest one",
+            "the latest error",
             "1  train.micro_batch = 3: a peak of 63.9 of 64.0 MiB, tight, same speed",
         )
         await pilot.sees("a peak of 20 of 64 MiB, about 30 % slower, changes arithmetic")
@@ -82,4 +82,4 @@ async def test_without_a_backoff_there_is_no_report_to_open(console: Opener, run
     async with console() as pilot:
         await open_run(pilot)
         await pilot.press("o")
-        await pilot.sees("this run never ran out of memory")
+        await pilot.sees("this run has had no out-of-memory errors")

@@ -95,7 +95,7 @@ async def test_at_60x15_tab_goes_through_the_panes_one_at_a_time(console: Opener
         ("failed", ["✗ failed", "r tries again", "nothing to train on"]),
         ("oom", ["▲ oom", "o opens the out-of-memory report"]),
         ("stale", ["? stale", "r resumes from the last checkpoint", "the engine ended without recording a reason"]),
-        ("queued", ["○ queued", "waits in the queue"]),
+        ("queued", ["○ queued", "waiting in the queue"]),
     ],
 )
 async def test_a_run_that_does_not_run_says_what_can_be_done(
@@ -245,7 +245,7 @@ async def test_a_run_folder_that_vanishes_leaves_the_console_up(console: Opener,
     async with console() as pilot:
         await open_run(pilot)
         shutil.rmtree(run.path)
-        await pilot.sees("the run's folder is gone", "step 30 of 100")
+        await pilot.sees("the run's folder was removed", "step 30 of 100")
         await pilot.press("escape")
         await pilot.sees("no runs in")
 
@@ -299,7 +299,7 @@ async def test_every_new_pane_survives_resizes_torn_lines_a_flood_and_a_deleted_
             await pilot.press("tab", "z", "F", "z")
         await pilot.press("M", "left", "shift+left", "right")
         shutil.rmtree(run.path)
-        await pilot.sees("the run's folder is gone")
+        await pilot.sees("the run's folder was removed")
         await pilot.press("v", "M", "e", "y", "escape", "tab", "F")
         assert pilot.screen.screen_name == "run"
 
@@ -321,7 +321,7 @@ async def test_the_chain_stands_above_and_brackets_look_into_other_stages(
         await open_run(pilot)
         await pilot.sees(" mixture ", "step 20 of 40")
         await pilot.press("right_square_bracket")
-        await pilot.sees("stage router has not begun")
+        await pilot.sees("stage router has not started")
         await pilot.press("left_square_bracket")
         await pilot.sees(" expert-qmsum  done", "finished; result in ", "/model")
         assert pilot.screen.run_watch.directory.name == "02-expert-qmsum"

@@ -54,7 +54,7 @@ def test_the_overrides_of_a_profile_are_keys_of_a_recipe() -> None:
 def test_a_key_says_what_it_allows_and_means() -> None:
     found = at_bar("[train]\nbatch_s|")
     assert found is not None
-    assert found.candidates[0].allowed == "a whole number, 1 or more; default 16"
+    assert found.candidates[0].allowed == "an integer, 1 or more; default 16"
     assert found.candidates[0].help.startswith("Sequences per optimizer step")
     assert key_help(Recipe, ["[train]", "batch_size = 3"], 1) == tuple(found.candidates[0][2:])
 

@@ -56,7 +56,9 @@ def test_the_smallest_parts_leave_the_legend_first() -> None:
 
 def test_words_say_where_the_peak_lies_and_what_lowers_its_largest_part() -> None:
     assert peak_sentence("layer_first", SMALL) == "the peak is in the backward pass; largest part: activations, 62 %"
-    assert moves_sentence("layer_first", SMALL).endswith("gradient checkpointing, or their offload to the host")
+    assert moves_sentence("layer_first", SMALL).endswith(
+        "gradient checkpointing, or offloading activations to the host"
+    )
     assert peak_sentence("forward", {"context": GIB}) == moves_sentence("forward", {"context": GIB}) == ""
 
 
