@@ -27,7 +27,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Before a module's name in an adapter file."""
 
-KEYS = ("rank", "alpha", "dropout", "dora", "rslora", "targets", "exclude")
+KEYS = ("rank", "alpha", "dropout", "dora", "rslora", "targets", "exclude", "layers")
 """The keys of [method] that an adapter determines."""
 
 
@@ -133,11 +133,13 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def continued(recipe: Recipe, arch: Architecture) -> Recipe:
-    """The recipe with the [method] that its run has: where an adapter is continued, the adapter's own."""
+    """The recipe with the [method] that its run has: where an adapter is continued, the adapter's own. All of it counts
+    as trained: matrices that method.freeze names are in memory, too."""
     adapter = find_adapter(recipe.model) if recipe.method.kind == "lora" else None
     if adapter is None or not adapter.is_lora:
         return recipe
-    return recipe.model_copy(update={"method": method_of(recipe.method, adapter, arch)})
+    method = method_of(recipe.method, adapter, arch).model_copy(update={"freeze": []})
+    return recipe.model_copy(update={"method": method})
 
 
 def require_closed_form(model: Model, arch: Architecture) -> None:
@@ -158,6 +160,7 @@ def method_of(method: Method, adapter: SavedAdapter, arch: Architecture) -> Meth
         **values_of(adapter),
         "targets": _shortened(adapted, adaptable_names(arch)) or method.targets,
         "exclude": [],
+        "layers": [],
         "also_train": list(dict.fromkeys([*also, *method.also_train])),
     }
     return method.model_copy(update=changes)

@@ -13,6 +13,7 @@ from math import prod
 
 from engine.architecture.facts import Architecture
 from engine.architecture.vision_encoder import VisionEncoder
+from engine.config.name_patterns import PARTS, no_such_part
 
 
 class Parameter:
@@ -191,6 +192,40 @@ _INSIDE = tuple(f"{module}." for module in VISION_MODULES)
 def in_vision_encoder(name: str) -> bool:
     """Whether a dotted name in the whole model belongs to a vision encoder or its projector."""
     return name.startswith(_INSIDE) or name in VISION_MODULES
+
+
+PART_MODULES = {
+    "vision": ("model.visual.patch_embed", "model.visual.blocks", "model.vision_tower"),
+    "projector": ("model.visual.merger", "model.multi_modal_projector"),
+}
+"""Parts that method.freeze names, to the modules that make them up in families whose memory has a closed form."""
+
+PROJECTOR_WORDS = (
+    "projector", "merger", "connector", "aligner", "resampler", "abstractor", "qformer", "language_projection",
+    "img_projection", "embed_vision", "image_newline",
+)  # fmt: skip
+"""A parameter outside the language model belongs to the projector if a part of its name contains one of these."""
+
+
+def in_projector(name: str) -> bool:
+    """Whether a parameter outside the language model connects the vision encoder to it, by its dotted name."""
+    return any(word in name for word in PROJECTOR_WORDS)
+
+
+def globs_of_parts(patterns: Iterable[str], arch: Architecture) -> tuple[str, ...]:
+    """The patterns of method.freeze with the names of parts written out as globs. Raises UsageError for a part that the
+    model does not have."""
+    globs: list[str] = []
+    for pattern in patterns:
+        if pattern not in PARTS:
+            globs.append(pattern)
+        elif pattern == "language":
+            globs += ["transformer" if arch.layout == "gpt2" else arch.root, HEAD.partition(".")[0]]
+        elif arch.vision_encoder is None:
+            raise no_such_part(pattern)
+        else:
+            globs += PART_MODULES[pattern]
+    return tuple(globs)
 
 
 def behind_vision_layers(name: str) -> bool:

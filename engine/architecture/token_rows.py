@@ -10,6 +10,17 @@ from typing import Any
 from engine.config.files.caches import find_snapshot
 from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.machine import path_of
+from engine.errors import UsageError
+
+
+def frozen_tokens(module: str) -> UsageError:
+    """The error for added tokens whose rows `module` has and method.freeze freezes."""
+    return UsageError(
+        f"model.add_tokens: {module} is frozen, and would never learn the added tokens",
+        expected="embedding and output head trained",
+        fix=f'take "{module}" out of method.freeze',
+    )
+
 
 BYTE_SPECIALS = ("<bos>", "<eos>", "<pad>", "<system>", "<user>", "<assistant>", "<end>", "<reserved>")
 """Special tokens of the byte tokenizer, ids 256 to 263: a vocabulary of 264 is a multiple of 8, which matrix units need

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 
 from engine.config.files.text import visible
@@ -28,6 +28,9 @@ ANYWHERE = "**."
 """At the start of a pattern it also stands for nothing: "**.lm_head" is the head of any model."""
 
 WILD = frozenset("*?[")
+
+PARTS = ("vision", "projector", "language")
+"""Words of method.freeze that name a part of the model, not a name in it."""
 
 LONGEST = 2_000
 """Characters of a pattern; a longer one matches nothing."""
@@ -67,6 +70,54 @@ def no_match(pattern: str, names: Sequence[str], key: str) -> UsageError:
         f"{key}: {visible(repr(shown))} does not match a name in this model",
         expected='a glob for dotted names ("**" also matches dots), such as ' + ", ".join(examples),
         fix=f"did you mean {near[0]!r}?" if near else "correct the pattern, or remove it",
+    )
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a dotted name is in; None outside the layers."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def require_layers(wanted: Iterable[int], names: Iterable[str]) -> None:
+    """Raise UsageError for a number of method.layers in which none of `names` is."""
+    numbers = {number for name in names if (number := layer_of(name)) is not None}
+    if missing := sorted(set(wanted) - numbers):
+        raise UsageError(
+            f"method.layers: no target is in layer {missing[0]}",
+            expected=f"numbers of layers with targets, {min(numbers)} to {max(numbers)}"
+            if numbers
+            else "targets in layers",
+            fix=f"take {missing[0]} out of method.layers",
+        )
+
+
+def nothing_learns() -> UsageError:
+    """The error for patterns of [method] that leave nothing to train."""
+    return UsageError(
+        "the patterns of [method] leave nothing to train: method.freeze matches everything that would be trained",
+        expected="at least one trainable parameter or adapter",
+        fix="remove a pattern from method.freeze",
+    )
+
+
+def require_trained_matches(patterns: Sequence[str], names: Iterable[str], frozen: Collection[str], key: str) -> None:
+    """Raise UsageError for a pattern of `key` all of whose matches among `names` are `frozen`."""
+    kept = [name for name in names if name not in frozen] if frozen else []
+    for pattern in patterns if frozen else ():
+        if not any(matches(pattern, name) for name in kept):
+            raise UsageError(
+                f"{key}: {visible(repr(pattern[:SHOWN_CHARACTERS]))} names only what method.freeze freezes",
+                expected=f"patterns of method.freeze that leave something of what {key} names",
+                fix="take the pattern out of one of the two",
+            )
+
+
+def no_such_part(part: str) -> UsageError:
+    """The error for a word of method.freeze that names a part which the model does not have."""
+    return UsageError(
+        f'method.freeze: "{part}" names a part of models with images, and this model does not have it',
+        expected='"vision", "projector" or "language" of a model that has them, or a glob on dotted names',
+        fix=f'take "{part}" out of method.freeze',
     )
 
 

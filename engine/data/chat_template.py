@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -236,6 +236,16 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def special_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return {text for text in (*tokenizer.all_special_tokens, *added) if text}
+
+
+def unused_variables(tokenizer: PreTrainedTokenizerBase, variables: Iterable[str]) -> list[str]:
+    """A sentence for each variable of data.template_args that the chat template does not have."""
+    text = str(tokenizer.chat_template or "")
+    return [
+        f"data.template_args.{name} has no effect: the chat template has no variable of this name"
+        for name in variables
+        if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)
+    ]
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase) -> str:

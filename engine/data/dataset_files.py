@@ -38,7 +38,7 @@ from engine.config.schema.data import Source
 from engine.data.arrow_values import Shape, class_shapes, date_columns, shapes_of
 from engine.data.bounds import screen
 from engine.data.csv_files import separator_of
-from engine.data.documents import Documents, unpacked
+from engine.data.documents import SEPARATORS, Documents, unpacked
 from engine.data.file_rows import Kind as RowKind
 from engine.data.file_rows import open_file_rows
 from engine.data.folders import csv_of_images, data_of_folder, fetch_again, image_tables, is_image, require_whole
@@ -334,7 +334,14 @@ def _rows_one_by_one(
     files = [unpacked(each.reads, digest) for each, digest in zip(screened, digests, strict=True)]
     if kind == "text" and source.unit != "line":
         unit = source.unit or "file"
-        documents = _part_of(source, Documents(files, unit))
+        found = Documents(files, unit)
+        if found.unseparated and unit not in SEPARATORS:
+            raise DataError(
+                f"source {source.name}: unit = {unit!r} is nowhere in its files",
+                expected="the text that ends each document there",
+                fix=f"add --set data.sources.{source.name}.unit=",
+            )
+        documents = _part_of(source, found)
         return SourceRows(["text"], len(documents), hash_text(fingerprint, unit), documents)
     kinds: dict[str, RowKind] = {"json": "json", "csv": "csv", "text": "line"}
     separators = [chosen.separator or separator_of(each.file) for each in screened] if kind == "csv" else []

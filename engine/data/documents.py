@@ -38,6 +38,9 @@ class Documents:
         separator = None if unit == "file" else SEPARATORS.get(unit, unit).encode()
         parts = [(number, *span) for number, file in enumerate(files) for span in _parts(file, separator)]
         self._parts = np.array(parts, np.int64).reshape(-1, 5)
+        whole = separator is not None and sum(ends for *_, ends in parts) <= len(files)
+        self.unseparated = whole and not any(_holds(file, separator or b"") for file in files)
+        """No file has the separator."""
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -104,6 +107,16 @@ def _documents(file: Path, separator: bytes | None) -> Iterator[tuple[int, int]]
             kept, base = block[keep:], base + keep
     if start < size:
         yield start, size
+
+
+def _holds(file: Path, separator: bytes) -> bool:
+    kept = b""
+    with file.open("rb") as stream:
+        while block := stream.read(PART_BYTES):
+            if separator in kept + block:
+                return True
+            kept = block[-len(separator) :]
+    return False
 
 
 def _whole_letters(piece: bytes) -> int:

@@ -47,8 +47,9 @@ CACHED_EPOCHS = 2
 MAX_DENOMINATOR = 1_000_000
 """Weights are rounded to fractions with at most this denominator, so 0.1 is exactly a tenth."""
 
-DRAW_KEY, ORDER_KEY = 0, 1
-"""Keys of two random streams: the samples that a fractional weight draws, and the order within an epoch."""
+DRAW_KEY, ORDER_KEY, MIX_KEY = 0, 1, 2
+"""Keys of random streams: the samples that a fractional weight draws, the order within an epoch, and the sources of an
+epoch's samples."""
 
 
 class SampleOrder:
@@ -137,6 +138,32 @@ class SampleOrder:
         passes = [np.flatnonzero(counts > already) for already in range(int(counts.max()))]
         entries = np.concatenate(passes)
         return entries[_permutation(len(entries), self.seed, ORDER_KEY, epoch)] if self.shuffle else entries
+
+
+class MixedOrder(SampleOrder):
+    """An order in which the source of each sample of an epoch is drawn, in proportion to the weights of the sources. An
+    epoch has one entry per sample; those of a source are taken in an order of this epoch, again from the start once all
+    were taken."""
+
+    def __init__(
+        self, source_of: NDArray[np.integer], source_weights: Sequence[float], *, seed: int, batch_size: int,
+        epochs: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(len(source_of), seed=seed, shuffle=True, batch_size=batch_size, epochs=epochs)
+        self._members = [np.flatnonzero(source_of == source) for source in np.unique(source_of)]
+        weights = np.asarray(source_weights, np.float64)[np.unique(source_of)]
+        self._bounds = np.cumsum(weights / weights.sum())[:-1]
+
+    def _make_epoch(self, epoch: int) -> NDArray[np.int64]:
+        bits = np.random.Philox(np.random.SeedSequence((self.seed, MIX_KEY, epoch))).random_raw(self.epoch_size)
+        drawn = np.searchsorted(self._bounds, (bits >> np.uint64(11)) * 2.0**-53, side="right")
+        entries = np.empty(self.epoch_size, np.int64)
+        for source, members in enumerate(self._members):
+            places = np.flatnonzero(drawn == source)
+            rounds = range(-(-len(places) // len(members)))
+            taken = [members[_permutation(len(members), self.seed, MIX_KEY, epoch, source, turn)] for turn in rounds]
+            entries[places] = np.concatenate([np.empty(0, np.int64), *taken])[: len(places)]
+        return entries
 
 
 def _fractional_groups(fractions: NDArray[np.float64], seed: int) -> list[tuple[NDArray[np.int64], int]]:

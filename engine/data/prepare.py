@@ -19,7 +19,7 @@ from engine.config.files.caches import SequenceBounds, cache_folder, lengths_rec
 from engine.config.schema.data import PREFERENCE_FORMATS, UNPAIRED_FORMATS, Source
 from engine.config.schema.run import DATA_VERSION, RunSpec
 from engine.data.bounds import LINE_TOO_LONG, TOO_DEEP, TOO_MANY_CHARACTERS, UNPACKS_TOO_FAR
-from engine.data.chat_template import REFUSAL
+from engine.data.chat_template import REFUSAL, unused_variables
 from engine.data.conversations import LEFT_OUT, PYTHON_LIST, TOOL_CALL, TurnNames, texts_in
 from engine.data.csv_files import BROKEN_QUOTES, TOO_MANY_FIELDS
 from engine.data.end_tokens import model_ends
@@ -29,7 +29,7 @@ from engine.data.json_rows import KEY_TWICE, NO_CHARACTER, NOT_AN_OBJECT, fix_of
 from engine.data.order import hold_out, pack
 from engine.data.overlap import Overlap, find_overlap
 from engine.data.preferences import add_mismatched, balance_notice, other_objective, preference_notice
-from engine.data.recognise import PROMPT_COLUMNS, Judged, judged_by, recognise
+from engine.data.recognise import PROMPT_COLUMNS, Judged, check_turn_names_of_row, judged_by, recognise
 from engine.data.records import ROW_TOO_LARGE, SourceRows
 from engine.data.report import WARNING, DataReport, describe, drop_lines
 from engine.data.second_reader import compare_rows
@@ -158,7 +158,8 @@ def prepare_data(
     fingerprints = found.fingerprints
     keys = [int(hash_text("split", str(seed), source.name)[:16], 16) for source in sources]
     train_documents, held_out = hold_out(found.columns.origins, found.columns.sources, keys, data.valid_fraction)
-    train = _view(found, train_documents, data.max_length if data.packing else None)
+    packed_length, mixed = data.max_length if data.packing else None, data.mixing == "probability"
+    train = _view(found, train_documents, packed_length, by_source=mixed)
     add_mismatched(train, spec.recipe, in_steps=True)
     own = [source for source in data.validation if source.enabled]
     validation, own_counts = None, []
@@ -171,6 +172,7 @@ def prepare_data(
     if validation is not None:
         add_mismatched(validation, spec.recipe, in_steps=False)
     notices = [FIRST_VERSION_NOTICE] if spec.data_version == 1 else []
+    notices += [f"{WARNING}{sentence}" for sentence in unused_variables(tokenizer, data.template_args)]
     notices += found.notices + [notice for notice in [balance_notice(train, spec.recipe)] if notice]
     compared = [_Compared("train", train, found.rows)]
     key = [*fingerprints, repr(data.valid_fraction), str(seed)]
@@ -496,6 +498,8 @@ def _open(source: Source, tokeniser: Tokeniser, seed: int, judged: Judged, table
     except DataError as error:
         fix = _fix_of_single_row(rows, source) or error.fix.replace("data.sources.", f"{table}.")
         raise DataError(error.found, expected=error.expected, fix=fix) from None
+    if (source.roles or source.columns) and rows.count:
+        check_turn_names_of_row(made, source, rows.row(0))
     allowed = {"pairs": PREFERENCE_FORMATS, "unpaired": UNPAIRED_FORMATS}
     is_judged = made.name in (*PREFERENCE_FORMATS, *UNPAIRED_FORMATS)
     if is_judged if judged is None else made.name not in allowed[judged]:
@@ -527,8 +531,11 @@ def _progress(pieces: Iterator[Piece], opened: _Opened, first: int, notify: Noti
             shown = now
 
 
-def _view(found: _Tokenised, documents: NDArray[np.int64], packed_length: int | None) -> TokenData:
-    """Packed into rows of `packed_length` tokens unless that is None."""
+def _view(
+    found: _Tokenised, documents: NDArray[np.int64], packed_length: int | None, *, by_source: bool = False
+) -> TokenData:
+    """Packed into rows of `packed_length` tokens unless that is None; with `by_source`, no row has documents of two
+    sources."""
     columns, names = found.columns, [source.name for source in found.sources]
     source_weights = [source.weight for source in found.sources]
     if packed_length is None:
@@ -537,11 +544,11 @@ def _view(found: _Tokenised, documents: NDArray[np.int64], packed_length: int | 
             source_fingerprints=found.contents, images=found.images,
             in_pairs=found.judged == "pairs",
         )  # fmt: skip
-    weights = np.array(source_weights)[columns.sources[documents]]
+    kinds = columns.sources[documents] if by_source else np.array(source_weights)[columns.sources[documents]]
     rows: list[NDArray[np.int64]] = []
-    for weight in np.unique(weights):
+    for kind in np.unique(kinds):
         # Only documents of equal weight may share a row, because a weight applies to a whole row.
-        group = documents[weights == weight]
+        group = documents[kinds == kind]
         rows += [group[row] for row in pack(columns.lengths[group], packed_length)]
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
     return TokenData(
@@ -552,5 +559,5 @@ def _view(found: _Tokenised, documents: NDArray[np.int64], packed_length: int | 
 def _fingerprint(spec: RunSpec, sources: Sequence[Source], fingerprints: Sequence[str]) -> str:
     data = spec.recipe.data
     split = f"{data.valid_fraction!r} {spec.recipe.train.seed}" if data.valid_fraction else ""
-    weights = repr([source.weight for source in sources])
+    weights = repr([source.weight for source in sources]) + ("" if data.mixing == "weights" else data.mixing)
     return hash_text(STORE_VERSION, split, str(data.packing), weights, *fingerprints)

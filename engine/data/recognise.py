@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engine.config.files.data_files import find_data_files_in
 from engine.config.files.find import BUILTIN_PREFIX
@@ -174,7 +174,7 @@ def recognise(
         raise _unclear(columns, source, list(fitting), judged)
     ((name, fields),) = fitting.items()
     _check_template(name, source)
-    _check_turn_names(name, source)
+    _check_turn_names("text" if name == "prompt-completion" and not has_template else name, source)
     chat = has_template and (name != "alpaca" or source.template not in ("none", "alpaca"))
     chat |= name == "alpaca" and source.template in ("chat", "alpaca-chat")
     builtin = (source.path or "").startswith(BUILTIN_PREFIX)
@@ -215,6 +215,14 @@ def _check_template(format_name: str, source: Source) -> None:
 
 WITHOUT_TURNS = ("text", "tokens", "alpaca", "detection")
 """Formats whose rows have no list of turns."""
+
+
+def check_turn_names_of_row(found: Format, source: Source, row: dict[str, Any]) -> None:
+    """Raises DataError where names of roles or of keys of turns have no effect, because prompts and completions are
+    texts, as in the first row."""
+    values = [row.get(theirs) for theirs in found.fields.values()]
+    if found.name == "prompt-completion" and all(isinstance(value, str) for value in values):
+        _check_turn_names("text", source)
 
 
 def _check_turn_names(format_name: str, source: Source) -> None:

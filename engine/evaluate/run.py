@@ -232,6 +232,13 @@ def with_overrides(spec: RunSpec, overrides: Sequence[str]) -> RunSpec:
         overrides = ["data.valid_fraction=0", *overrides]  # these data instead of what was held out
     # A stage's run spec is called RUN/STAGE, which is no name that a run may be given.
     changed = override(spec, overrides, name=spec.name.replace("/", "-")).spec
+    unread = [text.partition("=")[0].strip() for text in overrides if text.strip().startswith("data.validation")]
+    if unread and changed.recipe.evaluate.sources:
+        raise UsageError(
+            f"--set {', '.join(unread)}: this run is scored on its evaluate.sources, not on validation data",
+            expected="keys of [[evaluate.sources]], or a run without them",
+            fix="add --set evaluate.sources=",
+        )
     return changed.model_copy(update={"limits": spec.limits, "name": spec.name})
 
 

@@ -6,7 +6,7 @@ import re
 from fnmatch import fnmatchcase
 from typing import Any
 
-from engine.config.schema.recipe import Recipe, Stage
+from engine.config.schema.recipe import Recipe, Stage, Train
 from engine.config.schema.run import RunSpec
 from engine.config.stages import stage_recipe
 
@@ -116,6 +116,16 @@ def notices_of(changes: Changes) -> list[str]:
     ]
 
 
+AT_THE_START = ("recipe.eval.at_start",)
+"""Keys that act before the first step alone."""
+
+
+def notes_on_start(changes: Changes, steps: int) -> list[str]:
+    """A sentence for each change that comes too late for a run which has taken `steps` steps."""
+    late = [key.removeprefix("recipe.") for key in changes if _matches(key, AT_THE_START) and steps]
+    return [f"{key} has no effect on a run that has begun: it is past its first step" for key in late]
+
+
 def enables_stage(changes: Changes) -> bool:
     """Whether a stage that was disabled is enabled."""
     return any(
@@ -134,6 +144,20 @@ def makes_longer(changes: Changes) -> bool:
         if old is None and new is not None and key.endswith("epochs") and new > 1:
             return True
     return False
+
+
+def unreached_limit(changes: Changes, before: Train, total_steps: int | None) -> tuple[str, str] | None:
+    """(a key that was raised and ends no run, the one that does), if only the limit that a run of `total_steps` steps
+    does not reach was raised."""
+    raised = [key for key in ("epochs", "max_steps") if makes_longer(_only(changes, f"recipe.train.{key}"))]
+    if total_steps is None or before.max_steps is None or len(raised) != 1:
+        return None
+    ends = "max_steps" if total_steps >= before.max_steps else "epochs"
+    return None if raised[0] == ends else (f"train.{raised[0]}", f"train.{ends}")
+
+
+def _only(changes: Changes, key: str) -> Changes:
+    return {key: changes[key]} if key in changes else {}
 
 
 def _matches(key: str, globs: tuple[str, ...]) -> bool:

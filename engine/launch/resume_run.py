@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.budget.advise.gate import refusals
 from engine.budget.advise.parallel import settle_parallel
+from engine.budget.advise.preflight import warnings_of
 from engine.budget.advise.staged_plan import RunFacts, find_run_facts
 from engine.config.check.hardware_rules import require_matching_devices
 from engine.config.load import Resolved, dump_run_spec, load_run_spec, override
@@ -32,8 +33,10 @@ from engine.launch.changed_keys import (
     enables_stage,
     find_changes,
     makes_longer,
+    notes_on_start,
     notices_of,
     refused_changes,
+    unreached_limit,
 )
 from engine.launch.create_run import drop_untrusted_limits
 from engine.launch.destinations import allow_typed, notes_on_destinations
@@ -211,6 +214,7 @@ def change_spec(
     require_trackers(resolved.spec.recipe)
     allow_typed(resolved.spec.recipe.finish, overrides)
     longer = makes_longer(changes)
+    _refuse_unreached_limit(directory, changes, before, resolved.spec)
     if not longer and not enables_stage(changes) and from_step is None and from_stage is None:
         _refuse_if_done(directory)
     spec, notices = _with_limits(directory, resolved.spec, limits)
@@ -221,7 +225,18 @@ def change_spec(
     if changes or spec.limits != load_run_spec(directory.run_toml, own=True).limits:
         rewrite_spec(directory, dump_run_spec(spec))
     notices += notes_on_destinations(spec.recipe.finish)
+    notices += _new_warnings(before, spec, facts)
+    notices += notes_on_start(changes, summarise(directory).step)
     return [*resolved.notices, *notices, *notices_of(changes), *([_schedule_notice(spec)] if longer else [])]
+
+
+def _new_warnings(before: RunSpec, after: RunSpec, facts: RunFacts) -> list[str]:
+    """Return the warnings of a plan that the change adds; none of a staged run, or where memory is not predicted."""
+    if after.recipe.stages or facts.of(after.recipe.model).architecture is None:
+        return []
+    of_model = facts.of(after.recipe.model)
+    earlier = warnings_of(of_model, before)
+    return [text for text in warnings_of(of_model, after) if text not in earlier]
 
 
 def _refuse(spec: RunSpec, facts: RunFacts) -> None:
@@ -240,6 +255,21 @@ def _without_done_stages(directory: RunDirectory, spec: RunSpec, again: set[str]
         stage.model_copy(update={"enabled": False}) if stage.name in done else stage for stage in spec.recipe.stages
     ]
     return spec.model_copy(update={"recipe": spec.recipe.model_copy(update={"stages": stages})})
+
+
+def _refuse_unreached_limit(directory: RunDirectory, changes: Changes, before: RunSpec, after: RunSpec) -> None:
+    """Raise UsageError if only one of epochs and max_steps was raised, and the other ends the run."""
+    found = unreached_limit(changes, before.recipe.train, summarise(directory).max_steps)
+    if found is None:
+        return
+    raised, ends = found
+    mine, other = (getattr(after.recipe.train, key.partition(".")[2]) for key in found)
+    value = "" if mine is None else f"{mine:g}"
+    raise UsageError(
+        f"{raised} = {value or 'no limit'} does not make {directory.name} longer: {ends} = {other:g} ends it",
+        expected="a higher value of the limit that is reached first",
+        fix=f"tunedeck resume {directory.name} --set {raised}={value} --set {ends}=",
+    )
 
 
 def _refuse_if_done(directory: RunDirectory) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,14 +25,22 @@ from engine.architecture.families import (
     scan_reason,
     untrained_experts,
 )
+from engine.architecture.token_rows import frozen_tokens
 from engine.budget.trace.trainable import ATTENTION_PARTS
-from engine.config.name_patterns import matches_end, no_match
+from engine.config.name_patterns import (
+    layer_of,
+    matches_end,
+    no_match,
+    nothing_learns,
+    require_layers,
+    require_trained_matches,
+)
 from engine.config.schema.recipe import Method
 from engine.errors import UsageError
 from engine.model.peft_names import names_of_experts, not_found_again
 from engine.model.saved_adapter import ADAPTER, OpenedAdapter, open_adapter, task_type_of
 from engine.model.token_rows import row_targets
-from engine.model.trained import language_model, outside_text, select
+from engine.model.trained import frozen_names, language_model, outside_text, select
 
 
 def layers_without_adapter(model: PreTrainedModel, linears: Iterable[str]) -> dict[str, str]:
@@ -183,14 +193,21 @@ def add_adapters(
     linears = linear_layers(model)
     experts = fused_experts(model)
     impossible = layers_without_adapter(model, linears)
-    whole = whole_modules(model, in_full)
+    frozen = frozen_names(model, method)
+    whole = whole_modules(model, in_full, frozen, method.also_train)
     chosen = choose_targets(linears, experts, method, impossible, outside_text(model))
     # peft puts no adapter on what it trains in full.
     chosen = [name for name in chosen if not any(name == each or name.startswith(f"{each}.") for each in whole)]
+    chosen = [name for name in chosen if not _is_frozen(name, frozen)]
+    if not chosen and not whole:
+        raise nothing_learns()
     expert_names = [name for name in chosen if name in experts]
     if expert_names:
         _refuse_on_experts(method)
     rows = row_targets(model, token_ids, whole) if token_ids else {}
+    for name in rows:
+        if _is_frozen(name, frozen):
+            raise frozen_tokens(name)
     config = LoraConfig(
         r=method.rank,
         lora_alpha=method.effective_alpha,  # type: ignore[arg-type]  # peft says int, and takes any number
@@ -211,6 +228,11 @@ def add_adapters(
     _expect_on(wrapped, [name for name in chosen if name not in experts])
     in_full = [*(config.modules_to_save or []), *(f"{len(ids)} rows of {name}" for name, ids in rows.items())]
     return wrapped, replace(coverage_of(wrapped, linears, experts, in_full), impossible=impossible)
+
+
+def _is_frozen(name: str, frozen: Container[str]) -> bool:
+    """Whether the weight of a module, or fused weights, are among the names of frozen parameters."""
+    return name in frozen or f"{name}.weight" in frozen
 
 
 def _refuse_on_experts(method: Method) -> None:
@@ -241,8 +263,9 @@ def continue_adapter(
     model: PreTrainedModel, adapter: str, method: Method, in_full: Sequence[str] = ()
 ) -> tuple[OpenedAdapter, Coverage]:
     """Wrap `model` with a saved adapter (hub id or folder), at its own rank and targets; parameters that match the
-    globs `in_full` are trained in full beside it. Raises as `open_adapter` does."""
-    linears, experts = linear_layers(model), fused_experts(model)
+    globs `in_full` are trained in full as well. What method.freeze names of the adapter does not change. Raises as
+    `open_adapter` does."""
+    linears, experts, frozen = linear_layers(model), fused_experts(model), frozen_names(model, method)
     opened = open_adapter(
         model,
         adapter,
@@ -251,8 +274,37 @@ def continue_adapter(
         in_full=whole_modules(model, in_full),
     )
     set_adapter_dtype(opened.model, method)
+    freeze_adapters(opened.model, frozen)
     whole = getattr(opened.model.peft_config[ADAPTER], "modules_to_save", None) or []
     return opened, coverage_of(opened.model, linears, experts, whole)
+
+
+def freeze_adapters(model: PeftModel, frozen: Collection[str]) -> None:
+    """Freeze what belongs to the base's parameters named `frozen`: matrices on them, rows of them, and copies that are
+    trained in full. UsageError: nothing is left to train."""
+    if not frozen:
+        return
+    for name, parameter in model.named_parameters():
+        owner = _base_name(name)
+        if owner in frozen or _is_frozen(owner.removesuffix(ADAPTED), frozen):
+            parameter.requires_grad_(False)
+    for name, module in model.named_modules():
+        if isinstance(module, ParamWrapper) and f"{_base_name(name)}.{module.parameter_name}" in frozen:
+            for matrices in (module.lora_A, module.lora_B):
+                matrices.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise nothing_learns()
+
+
+ADAPTED = ".(adapted)"
+"""Stands for an adapter's weight in `_base_name`."""
+
+
+def _base_name(name: str) -> str:
+    """A dotted name without peft's wrappers; of an adapter's weight the module's, and ADAPTED."""
+    plain = name.removeprefix("base_model.model.").replace(f".modules_to_save.{ADAPTER}.", ".")
+    plain = re.sub(r"\.(?:lora_|trainable_tokens_|token_adapter).*", ADAPTED, plain)
+    return re.sub(r"\.base_layer\b", "", plain)
 
 
 def set_adapter_dtype(model: PeftModel, method: Method) -> None:
@@ -302,6 +354,8 @@ def choose_targets(
     else:
         names = [*linears, *experts]
         chosen = [name for name in names if name in _match_all(method.targets, names, "method.targets")]
+    require_layers(method.layers, chosen)
+    chosen = [name for name in chosen if not method.layers or layer_of(name) in method.layers]
     excluded = _match_all(method.exclude, chosen, "method.exclude")
     kept = [name for name in chosen if name not in excluded]
     for name in kept:
@@ -321,12 +375,15 @@ def choose_targets(
     return kept
 
 
-def whole_modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
-    """Names of the modules whose parameters are exactly those matched by `patterns`. UsageError: a pattern matches only
-    some parameters of a module, which an adapter folder cannot hold. They become peft's modules_to_save, which
-    `PeftModel.from_pretrained` restores."""
+def whole_modules(
+    model: PreTrainedModel, patterns: Sequence[str], frozen: Collection[str] = (), also_train: Sequence[str] = ()
+) -> list[str]:
+    """Names of the modules whose parameters are exactly those matched by `patterns`, without the `frozen` ones. They
+    become peft's modules_to_save, which `PeftModel.from_pretrained` restores. UsageError: a pattern matches only some
+    parameters of a module, which an adapter folder cannot hold, or one of `also_train` only frozen ones."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    wanted = select(patterns, names, "method.also_train")
+    wanted = select(patterns, names, "method.also_train").difference(frozen)
+    require_trained_matches(also_train, names, frozen, "method.also_train")
     owners = sorted({name.rpartition(".")[0] for name in wanted}, key=lambda owner: names.index(_first(owner, names)))
     for owner in owners:
         missing = [name for name in names if name.rpartition(".")[0] == owner and name not in wanted]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,7 +48,7 @@ from engine.model.result_files import (
 from engine.model.saved_adapter import ADAPTER, adapter_tensors
 from engine.model.tensor_file import FileTensor, Hashes, expect_shape, read_tensors, saved_shapes, write_tensors
 from engine.model.tiled_mlp import MlpTiles, tiles_of
-from engine.model.trained import checkpointing_layers, decoder_of
+from engine.model.trained import checkpointing_layers, decoder_of, names_of
 from engine.model.weight_account import WeightAccount
 
 
@@ -120,6 +120,10 @@ class LoadedModel:
         if self.shards is not None:
             return list(self.shards.items())
         return [(plain_name(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def names_of(self, trained: Iterable[str]) -> dict[str, list[str]]:
+        """The other names of each trained parameter, of a tied weight, by its name."""
+        return names_of(self.model, trained, plain_name)
 
     def local_parameters(self) -> list[tuple[str, Tensor]]:
         """(name, tensor) of every parameter, or of this rank's shard."""

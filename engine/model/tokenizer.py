@@ -198,6 +198,8 @@ def load_tokenizer(model: Model, *, trust_remote_code: bool = False) -> PreTrain
     if model.tokenizer is None:
         set_model_ends(tokenizer, _ends_of_model(model))
     _add_tokens(tokenizer, added_tokens(model), model.chat_template)
+    for special, token in model.special_tokens.items():
+        _set_special(tokenizer, special, token)
     if model.chat_template is not None:
         name = model.chat_template
         tokenizer.chat_template = named_template(name, tokenizer) if name in NAMED else _template_text(name)
@@ -243,6 +245,36 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str], template:
         new = [token for token in tokens if token not in vocabulary and (token in written) == special]
         made = [AddedToken(token, special=special, normalized=False) for token in new]
         tokenizer.add_tokens(made, special_tokens=special)
+
+
+def _set_special(tokenizer: PreTrainedTokenizerBase, name: str, token: str) -> None:
+    """Make a token of the vocabulary the tokenizer's bos, eos or unk, also where its rules put the former one before
+    or behind a text. UsageError: the vocabulary does not have it."""
+    if token not in tokenizer.get_vocab():
+        raise UsageError(
+            f"model.special_tokens.{name} = {token!r}, which the tokenizer does not have",
+            expected="a token of the vocabulary, or one that model.add_tokens adds",
+            fix=f"add {token!r} to model.add_tokens",
+        )
+    former = getattr(tokenizer, f"{name}_token")
+    setattr(tokenizer, f"{name}_token", token)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if former is None or former == token or backend is None:
+        return
+    whole = json.loads(backend.to_str())
+    numbers = {former: token, tokenizer.get_vocab()[former]: tokenizer.get_vocab()[token]}
+    whole["post_processor"] = _replaced(whole["post_processor"], numbers)
+    if whole["post_processor"] is not None:
+        backend.post_processor = Tokenizer.from_str(json.dumps(whole)).post_processor
+
+
+def _replaced(node: Any, values: dict[Any, Any]) -> Any:
+    """A JSON value in which strings, keys and whole numbers of `values` are replaced."""
+    if isinstance(node, dict):
+        return {values.get(key, key): _replaced(value, values) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_replaced(value, values) for value in node]
+    return values.get(node, node) if type(node) in (str, int) else node
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -4,7 +4,7 @@ optimizer's parameter groups."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -12,9 +12,17 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engine.config.name_patterns import matches, no_match
-from engine.config.schema.recipe import Method, ParameterGroup, Train
-from engine.errors import UsageError
+from engine.architecture.parameters import in_projector
+from engine.config.name_patterns import (
+    PARTS,
+    matches,
+    no_match,
+    no_such_part,
+    nothing_learns,
+    require_trained_matches,
+)
+from engine.config.parameter_groups import assign_groups
+from engine.config.schema.recipe import Method, Train
 
 ENCODER_STATES = ("cross_attention_states", "encoder_hidden_states", "image_hidden_states")
 """transformers' names for the input of a decoder layer that is an encoder's output."""
@@ -85,6 +93,34 @@ def select(patterns: Sequence[str], names: Iterable[str], key: str) -> set[str]:
     return chosen
 
 
+def frozen_names(model: nn.Module, method: Method) -> set[str]:
+    """The names of the parameters that method.freeze freezes, a tied weight under all of its names. UsageError: a
+    pattern matches nothing, or names a part that the model does not have."""
+    names = dict(model.named_parameters(remove_duplicate=False))
+    frozen = select([pattern for pattern in method.freeze if pattern not in PARTS], names, "method.freeze")
+    for part in method.freeze:
+        if part in PARTS:
+            found = parameters_of_part(cast(PreTrainedModel, model), part)
+            if not found:
+                raise no_such_part(part)
+            frozen |= found
+    same = {id(names[name]) for name in frozen}
+    return {name for name, parameter in names.items() if id(parameter) in same}
+
+
+def parameters_of_part(model: PreTrainedModel, part: str) -> set[str]:
+    """The names of the parameters of "language" (decoder, embedding and head), "projector" or "vision"."""
+    head = language_model(model).get_output_embeddings()
+    inside = _within([decoder_of(model), model.get_input_embeddings(), *([] if head is None else [head])])
+    names = dict(model.named_parameters(remove_duplicate=False))
+    language = {name for name, parameter in names.items() if id(parameter) in inside}
+    if part == "language":
+        return language
+    rest = {name for name in names.keys() - language if "audio" not in name}
+    projector = {name for name in rest if in_projector(name)}
+    return projector if part == "projector" else rest - projector
+
+
 def freeze_parameters(model: nn.Module, method: Method, frozen_by_default: Iterable[str] = ()) -> None:
     """Set requires_grad for full fine-tuning: method.train_only, else all except `frozen_by_default`; never what
     method.freeze matches. A tied weight matches by any of its names, and freezing takes precedence.
@@ -93,34 +129,42 @@ def freeze_parameters(model: nn.Module, method: Method, frozen_by_default: Itera
     """
     by_name = dict(model.named_parameters(remove_duplicate=False))
     trained = select(method.train_only, by_name, "method.train_only") if method.train_only else set(by_name)
-    frozen = select(method.freeze, by_name, "method.freeze")
+    frozen = frozen_names(model, method)
+    require_trained_matches(method.train_only, by_name, frozen, "method.train_only")
     if not method.train_only:
         frozen |= set(frozen_by_default)
     learning = {id(by_name[name]) for name in trained} - {id(by_name[name]) for name in frozen}
     if not learning:
-        raise UsageError(
-            "method.train_only and method.freeze leave no trainable parameters",
-            expected="at least one trainable parameter",
-            fix="remove one of the patterns",
-        )
+        raise nothing_learns()
     for parameter in by_name.values():
         parameter.requires_grad_(id(parameter) in learning)
 
 
-def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], train: Train) -> list[dict[str, Any]]:
+def names_of(model: nn.Module, trained: Iterable[str], plain: Callable[[str], str]) -> dict[str, list[str]]:
+    """The names of `trained` parameters, each with its other names, of a tied weight. `plain` gives a parameter's name
+    as `trained` has it, by that in `model`."""
+    by_name = {plain(name): id(each) for name, each in model.named_parameters(remove_duplicate=False)}
+    others: dict[int, list[str]] = {}
+    for name, key in by_name.items():
+        others.setdefault(key, []).append(name)
+    return {name: [each for each in others.get(by_name.get(name, 0), ()) if each != name] for name in trained}
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, Parameter]], train: Train, others: Mapping[str, Sequence[str]] | None = None
+) -> list[dict[str, Any]]:
     """The optimizer's groups: dicts with `params`, `names`, `lr` and `weight_decay`, in the order of first parameters.
 
     Weight decay applies to matrices, not to biases, norms and other vectors, as in GPT-3 (appendix B) and nanoGPT. A
     parameter gets the settings of the first entry in [[train.groups]] that matches its name; a weight_decay there
-    applies to vectors too. UsageError: a group whose pattern matches no trainable parameter.
+    applies to vectors too. `others`: other names of tied weights. UsageError: a group without a trainable parameter.
     """
     named = list(named_parameters)
-    for group in train.groups:
-        if not any(matches(group.match, name) for name, _ in named):
-            raise no_match(group.match, [name for name, _ in named], "train.groups.match")
+    chosen = assign_groups(train.groups, {name: (others or {}).get(name, ()) for name, _ in named})
     groups: dict[tuple[int, float, float], dict[str, Any]] = {}
     for name, parameter in named:
-        index, own = _own_group(name, train.groups)
+        index = chosen.get(name, -1)
+        own = train.groups[index] if index >= 0 else None
         rate = own.learning_rate if own and own.learning_rate is not None else train.peak_learning_rate
         decay = own.weight_decay if own and own.weight_decay is not None else _decay(parameter, train)
         group_of = groups.setdefault(
@@ -129,10 +173,6 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Parameter]], train: T
         group_of["params"].append(parameter)
         group_of["names"].append(name)
     return list(groups.values())
-
-
-def _own_group(name: str, groups: list[ParameterGroup]) -> tuple[int, ParameterGroup | None]:
-    return next(((index, group) for index, group in enumerate(groups) if matches(group.match, name)), (-1, None))
 
 
 def _decay(parameter: Parameter, train: Train) -> float:

@@ -391,10 +391,37 @@ KEPT_OUT = {key: reason for reason, keys in WITHOUT_EFFECT.items() for key in ke
 
 @pytest.mark.parametrize("line", ["foo: false", "foo: 7", "neftune_noise_alpha: 5", "load_in_8bit: true",
                                   "min_sample_len: 9", "group_by_length: true", "optim_args: x=1",
-                                  "special_tokens: {eos_token: </s>}", "lora_rank_pattern: {q_proj: 4}"])  # fmt: skip
+                                  "added_tokens_overrides: {4: <m>}", "lora_rank_pattern: {q_proj: 4}"])  # fmt: skip
 def test_a_key_that_may_change_what_is_trained_is_a_blank(line: str) -> None:
     _, said = imported(AXOLOTL.replace("load_in_8bit: false\n", "") + line + "\n")
     assert f"  {line.partition(':')[0]}  (" in said.partition("to fill in:\n")[2]
+
+
+def test_the_layers_that_get_adapters_are_kept() -> None:
+    recipe, _ = imported(AXOLOTL + "peft_layers_to_transform: [0, 1, 5]\n")
+    assert recipe["method"]["layers"] == [0, 1, 5]
+
+
+def test_special_tokens_other_than_padding_are_kept() -> None:
+    recipe, _ = imported(AXOLOTL + "special_tokens: {eos_token: <|im_end|>, bos_token: <s>, pad_token: <pad>}\n")
+    assert recipe["model"]["special_tokens"] == {"eos": "<|im_end|>", "bos": "<s>"}
+    Path("config/profiles/recipes/theirs.toml").unlink()
+    recipe, _ = imported(TRL + "eos_token: <|im_end|>\n")
+    assert recipe["model"]["special_tokens"] == {"eos": "<|im_end|>"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "frozen"),
+    [
+        ("freeze_vision_tower: true\nfreeze_multi_modal_projector: true\n", ["vision", "projector"]),
+        ("freeze_vision_tower: false\nfreeze_language_model: true\n", ["projector", "language"]),
+    ],
+)
+def test_frozen_parts_of_a_full_training_keep_their_names(keys: str, frozen: list[str]) -> None:
+    Path("data/dataset_info.json").write_text('{"pairs": {"file_name": "pairs.json"}}')
+    text = "model_name_or_path: org/vlm\nstage: sft\ndo_train: true\nfinetuning_type: full\ndataset: pairs\n"
+    recipe, said = imported(f"{text}template: qwen2_vl\ncutoff_len: 512\nnum_train_epochs: 1\n{keys}")
+    assert recipe["method"]["freeze"] == frozen and "freeze" not in said.partition("to fill in:\n")[2]
 
 
 @pytest.mark.parametrize("line", ["neftune_noise_alpha: 0", "min_sample_len: 2", "special_tokens: {pad_token: </s>}"])

@@ -99,7 +99,6 @@ BROKEN: list[tuple[str, str, int, list[str]]] = [
     ("method", 'target_modules = ["q_proj"]', 8, ["peft", 'method.targets = ["q_proj"]']),
     ("method", "targets = [1]", 8, ["method.targets.0", "text"]),
     ("method", "targets = []", 8, ["no module gets an adapter"]),
-    ("method", 'freeze = ["**"]', 8, ['method.kind = "full" is needed', "exclude"]),
     ("method", 'kind = "full"\nexclude = ["q_proj"]', 9, ["exclude", 'method.kind = "lora" is needed']),
     ("method", 'kind = "full"\ntargets = "attention"', 9, ["targets", 'method.kind = "lora" is needed']),
     ("method", 'train_only = ["**"]', 8, ['method.kind = "full" is needed']),

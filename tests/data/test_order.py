@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.data.order import SampleOrder
+from engine.data.order import MixedOrder, SampleOrder
 from engine.errors import DataError
 
 
@@ -83,3 +83,29 @@ def test_parts_of_an_epoch_end_as_often_in_each_epoch(batch_size: int, parts: in
     ends = [step for step in range(1, order.steps(3.0, None) + 1) if order.ends_part(step, parts)]
     assert len(ends) == 3 * parts
     assert [order.epoch_at(step) * parts >= part for part, step in enumerate(ends, 1)] == [True] * len(ends)
+
+
+def test_sources_are_drawn_by_probability_anew_in_each_epoch() -> None:
+    source_of = np.array([0] * 300 + [1] * 100 + [2] * 600)
+    order = MixedOrder(source_of, [3.0, 1.0, 1.0], seed=5, batch_size=8)
+    epochs = [order.epoch(number) for number in range(20)]
+    counts = np.array([np.bincount(source_of[epoch], minlength=3) for epoch in epochs])
+    assert all(len(epoch) == 1000 for epoch in epochs)
+    assert np.allclose(counts.mean(axis=0) / 1000, [0.6, 0.2, 0.2], atol=0.02)
+    assert len({tuple(count) for count in counts}) > 10 and not np.array_equal(epochs[0], epochs[1])
+    for epoch in epochs[:3]:
+        used = np.bincount(epoch, minlength=1000)
+        for source in range(3):  # none is used again before all of its source were
+            assert np.ptp(used[source_of == source]) <= 1
+
+
+def test_a_mixed_order_depends_on_seed_and_step_alone() -> None:
+    source_of, weights = np.array([0] * 7 + [1] * 9), [0.5, 2.0]
+    one, again = (MixedOrder(source_of, weights, seed=1, batch_size=3) for _ in range(2))
+    late = again.step(40)
+    assert np.array_equal(one.step(40), late) and np.array_equal(one.step(2), again.step(2))
+    other = MixedOrder(source_of, weights, seed=2, batch_size=3)
+    assert not np.array_equal(np.concatenate([one.step(n) for n in (1, 2, 3)]),
+                              np.concatenate([other.step(n) for n in (1, 2, 3)]))  # fmt: skip
+    larger = MixedOrder(source_of, weights, seed=1, batch_size=16)
+    assert np.array_equal(larger.step(1), np.concatenate([one.step(n) for n in range(1, 7)])[:16])

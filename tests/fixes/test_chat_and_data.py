@@ -32,6 +32,11 @@ def unknown_key(folder: Path) -> None:
     (folder / "w.toml").write_text((folder / "r.toml").read_text() + "\n[tain]\nmax_steps = 1\n")
 
 
+def one_text(folder: Path) -> None:
+    own_files(folder)
+    (folder / "text.txt").write_text("one two three\n" * 9)
+
+
 def table(folder: Path) -> None:
     own_files(folder)
     (folder / "rows.csv").write_text("prompt,completion\n1,2\n")
@@ -124,6 +129,9 @@ ROWS = {
     "data/dataset_files:_open_local: fetch": Row(pointer, DATA + ROWS_PATH, DATA + ROWS_PATH, fetched),
     "data/dataset_files:_unit_of_table": Row(
         table, DATA + at("data.sources.main.path", "rows.csv") + at("data.sources.main.unit", "document")
+    ),
+    "data/dataset_files:_rows_one_by_one": Row(
+        one_text, DATA + at("data.sources.main.path", "text.txt") + at("data.sources.main.unit", "<end>")
     ),
     "data/preferences:other_objective: add --set method.objective=dpo --set": Row(
         rows_of(*LABELLED), DATA + ROWS_PATH + at("data.sources.main.format", "unpaired-preference"),

@@ -44,9 +44,28 @@ CASES = {
         {"model": {"id": "BIASED"}, "method": {**LORA, "also_train": ["model.layers.0.self_attn.q_proj.weight"]}},
         {"model": {"id": "BIASED"}, "method": {**LORA, "also_train": ["model.layers.0.self_attn.q_proj"]}},
     ),
-    "model/trained:freeze_parameters": Case(
-        {"method": {"kind": "full", "train_only": ["**.norm"], "freeze": ["**.norm"]}},
-        {"method": {"kind": "full", "train_only": ["**.norm"]}},
+    "config/name_patterns:nothing_learns": Case(
+        {"method": {"kind": "full", "freeze": ["**"]}}, {"method": {"kind": "full"}}
+    ),
+    "config/name_patterns:require_trained_matches": Case(
+        {"method": {"kind": "full", "train_only": ["**.norm", "**.mlp"], "freeze": ["**.norm"]}},
+        {"method": {"kind": "full", "train_only": ["**.norm", "**.mlp"]}},
+    ),
+    "config/name_patterns:require_layers": Case(
+        {"method": {**LORA, "layers": [0, 99]}}, {"method": {**LORA, "layers": [0]}}
+    ),
+    "config/name_patterns:no_such_part": Case({"method": {**LORA, "freeze": ["vision"]}}, {"method": LORA}),
+    "config/parameter_groups:assign_groups": Case(
+        {"train": {"groups": [{"match": "**.mlp", "weight_decay": 0.1}, {"match": "**.up_proj", "weight_decay": 0.0}]}},
+        {"train": {"groups": [{"match": "**.up_proj", "weight_decay": 0.0}, {"match": "**.mlp", "weight_decay": 0.1}]}},
+    ),
+    "architecture/token_rows:frozen_tokens": Case(
+        {"model": {"add_tokens": ["<a>"]}, "method": {**LORA, "freeze": ["**.embed_tokens"]}},
+        {"model": {"add_tokens": ["<a>"]}, "method": LORA},
+    ),
+    "model/tokenizer:_set_special": Case(
+        {"model": {"special_tokens": {"eos": "<a>"}}},
+        {"model": {"special_tokens": {"eos": "<a>"}, "add_tokens": ["<a>"]}},
     ),
     "model/token_rows:expect_trained_ends": Case(
         {"model": {"add_tokens": ["<a>"]}, "method": {"kind": "full", "freeze": ["**.embed_tokens"]}},

@@ -40,7 +40,8 @@ WALKED = (
     "model/reference:find_run_weights", "model/reference:_result", "model/reference:_checkpoint: add a step",
     "model/reference:_checkpoint: correct it", "model/reference:find_starting_weights: set model.init",
     "model/reference:find_starting_weights: remove one", "model/reference:base_of_adapter",
-    "model/reference:_adapter_config", "model/reference:_local", "evaluate/run:with_overrides",
+    "model/reference:_adapter_config", "model/reference:_local", "evaluate/run:with_overrides: leave it out",
+    "evaluate/run:with_overrides: add --set evaluate",
     "extras/handover/merge:merge: choose another folder", "extras/handover/merge:merge: leave out --onto",
     "journal/archive:import_run",
     "journal/archive:_refusal", "journal/score_groups:_nothing_to_compare: tunedeck eval {(runs",
@@ -121,8 +122,16 @@ def test_settings_that_scoring_cannot_change_are_left_out(finished: RunDirectory
     spec = load_run_spec(finished.run_toml, own=True)
     with pytest.raises(TunedeckError):
         with_overrides(spec, ["train.epochs=1", "generate.max_new_tokens=3"])
-    assert was_given(text_of("evaluate/run:with_overrides"), given)
+    assert was_given(text_of("evaluate/run:with_overrides: leave it out"), given)
     assert with_overrides(spec, ["generate.max_new_tokens=3"]).recipe.generate.max_new_tokens == 3
+    apart, held = (f'{key}=[{{name = "{key[:4]}", path = "builtin:dates"}}]' for key in SCORED_ON)
+    with pytest.raises(TunedeckError, match=r"scored on its evaluate\.sources"):
+        with_overrides(spec, [apart, held])
+    assert was_given(text_of("evaluate/run:with_overrides: add --set evaluate"), given)
+    assert with_overrides(spec, [apart, held, "evaluate.sources="]).recipe.data.validation[0].name == "data"
+
+
+SCORED_ON = ("evaluate.sources", "data.validation")
 
 
 def test_a_merge_goes_where_there_is_nothing(

@@ -103,6 +103,27 @@ def test_a_longer_run_gets_a_new_spec_and_keeps_the_old_one(ended: RunDirectory)
     assert "max_steps = 20" in (ended.path / "run.2.toml").read_text()
 
 
+@pytest.mark.parametrize(
+    ("total", "limits", "sets", "ends"),
+    [
+        (10, "max_steps = 10", ["train.epochs=9"], "train.max_steps = 10 ends it"),
+        (4, "max_steps = 10\nepochs = 1", ["train.max_steps=20"], "train.epochs = 1 ends it"),
+        (10, "max_steps = 10\nepochs = 3", ["train.epochs=9"], "train.max_steps = 10 ends it"),
+    ],
+)
+def test_a_limit_that_the_run_does_not_reach_makes_it_no_longer(
+    run: RunDirectory, total: int, limits: str, sets: list[str], ends: str
+) -> None:
+    run.run_toml.write_text(SPEC.replace("max_steps = 10", limits))
+    with EventWriter(run) as writer:
+        writer.write("stage_started", max_steps=total)
+        writer.write("run_finished", status="done", exit_code=0, result="adapter")
+    with pytest.raises(UsageError, match=ends) as refused:
+        change_spec(run, sets, {})
+    typed = [text for text in refused.value.fix.split() if text.startswith("train.")]
+    assert any("gets longer" in notice for notice in change_spec(run, typed, {}))
+
+
 def limits_after(ended: RunDirectory, **given: object) -> tuple[Limits, list[str]]:
     """The limits in run.toml after a resume that makes the run longer, and the notices for the user."""
     notices = change_spec(ended, ["train.max_steps=20"], given)

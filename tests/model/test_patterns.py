@@ -60,7 +60,7 @@ def test_a_pattern_without_a_match_is_an_error_that_names_neighbours(key: str) -
 
 
 def test_freezing_everything_is_an_error() -> None:
-    with pytest.raises(UsageError, match="no trainable parameter"):
+    with pytest.raises(UsageError, match="nothing to train"):
         learning(freeze=["**"])
 
 

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.config.schema.recipe import Model
 from engine.errors import UsageError
@@ -80,3 +84,26 @@ def test_a_chat_template_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}", encoding="utf-8")
     tokenizer = load_tokenizer(Model(id="builtin:tiny", chat_template=str(tmp_path / "own.jinja")))
     assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
+
+
+def test_special_tokens_of_the_recipe_take_the_place_of_the_tokenizers_own(tmp_path: Path) -> None:
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<begin>": 3, "<|im_end|>": 4, "a": 5}
+    core = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = Whitespace()
+    core.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    own = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    own.save_pretrained(tmp_path)
+    special: Any = {"bos": "<begin>", "eos": "<|im_end|>"}
+    made = load_tokenizer(Model(id="builtin:tiny", tokenizer=str(tmp_path), special_tokens=special))
+    assert made("a")["input_ids"] == [3, 5] and made.eos_token_id == 4
+    assert load_tokenizer(Model(id="builtin:tiny", tokenizer=str(tmp_path)))("a")["input_ids"] == [1, 5]
+    made.save_pretrained(tmp_path / "result")
+    again = load_tokenizer(Model(id="builtin:tiny", tokenizer=str(tmp_path / "result")))
+    assert again("a")["input_ids"] == [3, 5] and again.eos_token_id == 4
+    with pytest.raises(UsageError, match=r"special_tokens\.eos = '<missing>', which the tokenizer does not have"):
+        load_tokenizer(Model(id="builtin:tiny", special_tokens={"eos": "<missing>"}))
+
+
+def test_an_added_token_may_be_the_special_one() -> None:
+    made = load_tokenizer(Model(id="builtin:tiny", add_tokens=["<stop>"], special_tokens={"eos": "<stop>"}))
+    assert made.eos_token == "<stop>" and made.eos_token_id == 264

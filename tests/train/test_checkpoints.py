@@ -31,6 +31,7 @@ from engine.journal.control import RunRequests
 from engine.train.run.checkpoint_files import forget_after, mark_best, place_result, prune, write_checkpoint
 from engine.train.run.checkpoints import asked_to_end
 from engine.train.run.run_state import RunState, damage_for_resume
+from tests.train.run_helpers import make_spec, new_run, of_kind, train, write_samples
 
 
 def fill(path: Path) -> None:
@@ -223,3 +224,23 @@ def test_a_rank_that_is_ended_while_all_wait_for_room_has_lost_another_one() -> 
         assert asked_to_end(requests, SINGLE_PROCESS)
         with pytest.raises(LostRankError, match="another rank ended"):
             asked_to_end(requests, Ranks(size=2))
+
+
+def test_the_best_checkpoints_are_kept_beside_the_newest(tmp_path: Path) -> None:
+    samples = write_samples(tmp_path / "samples.jsonl", count=24)
+    spec = make_spec(
+        samples, device="cpu", train={"max_steps": 8, "learning_rate": 0.2}, data={"valid_fraction": 0.3},
+        eval={"every_steps": 1}, checkpoint={"keep": 1, "keep_best": 3},
+    )  # fmt: skip
+    place = new_run(tmp_path / "runs", spec)
+    code, events = train(place)
+    values = {event["step"]: event["metrics"]["loss"] for event in of_kind(events, "eval")}
+    best = sorted(values, key=lambda step: values[step])[:3]
+    assert code == 0 and len(values) == 8
+    assert {checkpoint.step for checkpoint in find_checkpoints(place.checkpoints)} == {8, *best}
+    assert best_step(place.checkpoints) == best[0]
+    place.run_toml.write_text(place.run_toml.read_text().replace("max_steps = 8", "max_steps = 11"))
+    _, events = train(place, resume=True)
+    values = {event["step"]: event["metrics"]["loss"] for event in of_kind(events, "eval")}
+    best = sorted(values, key=lambda step: values[step])[:3]
+    assert {checkpoint.step for checkpoint in find_checkpoints(place.checkpoints)} == {11, *best}

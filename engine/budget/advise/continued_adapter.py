@@ -46,7 +46,7 @@ def settle_continued(spec: RunSpec, facts: RunFacts) -> tuple[RunSpec, list[str]
     if found.arch is not None:
         method = method_of(method, found.adapter, found.arch)
     named = {"targets": found.adapter.config.get("target_modules")} if found.arch is None else {}
-    values = {**{key: getattr(method, key) for key in KEYS if key != "exclude"}, **named}
+    values = {**{key: getattr(method, key) for key in KEYS if key not in ("exclude", "layers")}, **named}
     shown = ", ".join(f"{key} = {_text(value)}" for key, value in values.items())
     unused = _differing(found, _in_file(spec.recipe.method))
     notices = [f"the adapter {found.adapter.folder} is continued: {shown}", *_notes_on_base(spec.recipe, found.adapter)]
@@ -119,12 +119,15 @@ def _module_values(found: _Continued) -> dict[str, Any]:
     """The adapter's targets, by the key that selects others: {} if the recipe selects the modules that it is on."""
     if found.arch is None or not found.adapter.shapes:
         return {}
-    if adapted_modules(found.arch, patterns_of(found.arch, found.recipe)) == set(found.adapter.adapted):
+    selected = patterns_of(found.arch, found.recipe)._replace(freeze=())  # frozen matrices are still there
+    if adapted_modules(found.arch, selected) == set(found.adapter.adapted):
         return {}
     method = found.recipe.method
     own = method_of(method, found.adapter, found.arch)
     by_targets = "targets" in found.written and method.targets != own.targets
-    return {"targets": own.targets} if by_targets else {"exclude": own.exclude}
+    if by_targets:
+        return {"targets": own.targets}
+    return {"layers": own.layers} if method.layers else {"exclude": own.exclude}
 
 
 def _differing(found: _Continued, keys: frozenset[str]) -> list[str]:

@@ -16,16 +16,33 @@ from engine.architecture.facts import Architecture
 from engine.architecture.families import refuse_family, refuse_own_code
 from engine.architecture.lookup import ModelFacts, continues_adapter, find_facts
 from engine.architecture.model_folder import refuse_files
-from engine.architecture.parameters import adaptable_names, in_vision_encoder, parameter_names
+from engine.architecture.parameters import (
+    adaptable_names,
+    globs_of_parts,
+    in_vision_encoder,
+    parameter_names,
+)
 from engine.architecture.positions import refuse_long_sequences
 from engine.architecture.support import refuse_sequence_parallel, refuse_unsafe_packing
 from engine.budget.advise.continued_adapter import refuse_continued, settle_continued
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.staged_plan import RunFacts, find_run_facts, planning_spec, planning_specs
+from engine.budget.trace.memory_config import memory_config_of, patterns_of
+from engine.budget.trace.trainable import learning_names, trained_parameters
 from engine.config.check.data_rules import image_key
 from engine.config.check.notes import refuse_unsupported
 from engine.config.check.preference_rules import CONTINUED, no_adapter_to_switch_off
-from engine.config.name_patterns import matches, matches_end, no_match
+from engine.config.name_patterns import (
+    compile_patterns,
+    layer_of,
+    matches,
+    matches_end,
+    no_match,
+    nothing_learns,
+    require_layers,
+    require_trained_matches,
+)
+from engine.config.parameter_groups import assign_groups
 from engine.config.schema.recipe import Method, Recipe
 from engine.config.schema.run import Device, Limits, Profile, RunSpec
 from engine.config.stages import enabled_stages, stage_recipe, weights_chain
@@ -107,6 +124,9 @@ def refuse_unsafe(spec: RunSpec, facts: ModelFacts, *, has_images: bool | None =
     _refuse_unusable(facts)
     if facts.architecture is not None:  # else the engine checks the names when it has loaded the model
         refuse_patterns(facts.architecture, recipe, has_images=has_images)
+        if recipe.train.groups:
+            names = trained_parameters(facts.architecture, memory_config_of(facts.architecture, spec))
+            assign_groups(recipe.train.groups, names)
 
 
 def _refuse_reference(spec: RunSpec) -> None:
@@ -187,7 +207,8 @@ def notes_on_code(spec: RunSpec) -> list[str]:
 def refuse_patterns(arch: Architecture, recipe: Recipe, *, has_images: bool | None = None) -> None:
     """Check the patterns of [method]. `has_images`: whether any sample has an image; None: the recipe's keys tell.
 
-    UsageError: a pattern matches no name. DataError: only a vision encoder would be trained, and there are no images.
+    UsageError: a pattern matches no name, or freezes too much. DataError: only a vision encoder would be trained, and
+    there are no images.
     """
     learning = _full_names(arch, recipe.method) if recipe.method.kind == "full" else _lora_names(arch, recipe.method)
     if has_images is None:
@@ -199,24 +220,50 @@ def refuse_patterns(arch: Architecture, recipe: Recipe, *, has_images: bool | No
             expected="samples with images, or trainable weights in the language model",
             fix='set method.train_only, or method.targets, to names outside "model.visual" and its like',
         )
+    if recipe.method.freeze:
+        _refuse_frozen(arch, recipe)
+
+
+def _refuse_frozen(arch: Architecture, recipe: Recipe) -> None:
+    """Raise UsageError if nothing is left to train, or a pattern of train_only or also_train names only what is
+    frozen."""
+    if not learning_names(arch, patterns_of(arch, recipe)):
+        raise nothing_learns()
+    if not continues_adapter(recipe.model):  # an adapter brings modules that may be frozen
+        method, names, frozen = recipe.method, parameter_names(arch), _frozen(arch, recipe.method)
+        require_trained_matches(method.train_only, names, frozen, "method.train_only")
+        require_trained_matches(method.also_train, names, frozen, "method.also_train")
 
 
 def _full_names(arch: Architecture, method: Method) -> list[str]:
     """Parameters trained by `train_only` and `freeze`. Raises UsageError for a pattern without a match."""
     names = parameter_names(arch)
-    frozen = set(_matched(method.freeze, names, "method.freeze", matches))
+    frozen = _frozen(arch, method)
     chosen = _matched(method.train_only, names, "method.train_only", matches) if method.train_only else names
     return [name for name in chosen if name not in frozen]
 
 
+def _frozen(arch: Architecture, method: Method) -> set[str]:
+    """The parameters that `freeze` matches. Raises UsageError for a pattern without a match."""
+    for pattern in method.freeze:
+        _matched(globs_of_parts([pattern], arch)[:1], parameter_names(arch), "method.freeze", matches)
+    test = compile_patterns(globs_of_parts(method.freeze, arch)).matches
+    return {name for name in parameter_names(arch) if test(name)} if method.freeze else set()
+
+
 def _lora_names(arch: Architecture, method: Method) -> list[str]:
-    """Modules that get adapters, then parameters that `also_train` trains. Empty if method.targets is "all-linear" or
-    "attention": such adapters are in the language model. Raises UsageError for a pattern without a match."""
+    """Modules that get adapters, then parameters that `also_train` trains, without what `freeze` matches. Empty if
+    method.targets is "all-linear" or "attention": such adapters are in the language model. Raises UsageError for a
+    pattern without a match."""
     targets = method.targets if isinstance(method.targets, list) else []
     adapted = _matched(targets, adaptable_names(arch), "method.targets", matches_end)
     excluded = set(_matched(method.exclude, adapted or adaptable_names(arch), "method.exclude", matches_end))
     in_full = _matched(method.also_train, parameter_names(arch), "method.also_train", matches)
-    return [*(name for name in adapted if name not in excluded), *in_full] if targets else []
+    require_layers(method.layers, adapted or adaptable_names(arch))
+    adapted = [name for name in adapted if not method.layers or layer_of(name) in method.layers]
+    frozen = _frozen(arch, method)
+    frozen |= {name.removesuffix(".weight") for name in frozen}
+    return [name for name in (*adapted, *in_full) if name not in excluded | frozen] if targets else []
 
 
 def _matched(patterns: Sequence[str], names: Sequence[str], key: str, test: Callable[[str, str], bool]) -> list[str]:

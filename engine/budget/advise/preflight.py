@@ -11,21 +11,37 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from engine.architecture.continued import find_adapter
+from engine.architecture.continued import continued, find_adapter
 from engine.architecture.facts import Architecture
 from engine.architecture.families import experts_note
 from engine.architecture.lookup import ModelFacts
 from engine.architecture.model_folder import note_on_quantised
-from engine.architecture.parameters import elements, layer_parameters, parameter_count
+from engine.architecture.parameters import (
+    HEAD,
+    elements,
+    globs_of_parts,
+    layer_parameters,
+    outer_parameters,
+    parameter_count,
+)
 from engine.budget.advise.plan import make_plan, recomputes_all
 from engine.budget.predict.inference import generates
 from engine.budget.predict.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
 from engine.budget.predict.static import static_bytes
-from engine.budget.trace.memory_config import fused_kernels, memory_config_of, wants_fused_kernels, why_whole
+from engine.budget.trace.memory_config import (
+    fused_kernels,
+    memory_config_of,
+    patterns_of,
+    wants_fused_kernels,
+    why_whole,
+)
+from engine.budget.trace.trainable import learning_names, trained_parameters
 from engine.config.check.data_rules import image_key
 from engine.config.files.machine import install_command, install_packages, installed, older
-from engine.config.schema.recipe import Recipe
-from engine.config.schema.run import RunSpec
+from engine.config.name_patterns import compile_patterns
+from engine.config.parameter_groups import describe_groups
+from engine.config.schema.recipe import Moe, Recipe
+from engine.config.schema.run import Parallel, RunSpec
 
 GIB = 2**30
 
@@ -50,7 +66,13 @@ def warnings_of(
     found += _nothing_to_round(arch, spec)
     found += _trained_in_float16(arch, spec)
     found += _nothing_to_tile(arch, spec)
+    found += _nothing_to_freeze(arch, spec.recipe)
+    found += _groups(arch, spec)
     found += _attention_dropout(arch, spec)
+    found += _nothing_to_replace(spec)
+    found += _no_experts(arch, spec.recipe)
+    found += _nothing_to_shard(spec)
+    found += _no_time(spec)
     found += _shards(spec, torch_version or installed("torch"))
     found += _shards_over_machines(facts, spec)
     if free_disk_bytes is not None:
@@ -59,11 +81,12 @@ def warnings_of(
 
 
 def checkpoints_bytes(arch: Architecture, spec: RunSpec) -> int:
-    """Most bytes of disk that a run's checkpoints take: those that are kept, the best, and one being written."""
+    """Most bytes of disk that a run's checkpoints take: the newest, the best, and one being written."""
     config = memory_config_of(arch, spec)
     total = static_bytes(arch, replace(config, optimizer_offload=False, image_patches=1)).total
     # A gradient is as large as its weight: all gradients together have the size of all trained weights.
-    return (total.gradients + total.optimizer) * (spec.recipe.checkpoint.keep + 2)
+    checkpoint = spec.recipe.checkpoint
+    return (total.gradients + total.optimizer) * (checkpoint.keep + checkpoint.keep_best + 1)
 
 
 def _experts_stay_wide(arch: Architecture, spec: RunSpec) -> Iterator[str]:
@@ -239,9 +262,68 @@ def _nothing_to_tile(arch: Architecture, spec: RunSpec) -> Iterator[str]:
         yield f"train.mlp_tiles = {asked} has no effect: {why}; leave it out"
 
 
+def _nothing_to_freeze(arch: Architecture, recipe: Recipe) -> Iterator[str]:
+    """Patterns of method.freeze that name only what is not trained anyway, and adapters that are continued frozen."""
+    method = recipe.method
+    if not method.freeze:
+        return
+    without = recipe.model_copy(update={"method": method.model_copy(update={"freeze": []})})
+    trained = learning_names(arch, patterns_of(arch, continued(without, arch)))
+    aliases = {HEAD} if arch.tied and outer_parameters(arch)[0].name in trained else set[str]()
+    for pattern in method.freeze:
+        test = compile_patterns(globs_of_parts([pattern], arch)).matches
+        if not any(map(test, trained | aliases)):
+            yield f'method.freeze: "{pattern}" has no effect: it matches nothing that is trained; remove it'
+    if method.kind == "lora" and find_adapter(recipe.model) is not None:
+        yield "method.freeze: the plan counts the frozen part of the adapter that is continued as trained"
+
+
+def _groups(arch: Architecture, spec: RunSpec) -> Iterator[str]:
+    """Report what each of [[train.groups]] has. One without parameters is an error before."""
+    if spec.recipe.train.groups:
+        yield describe_groups(spec.recipe.train.groups, trained_parameters(arch, memory_config_of(arch, spec)))
+
+
+def _nothing_to_shard(spec: RunSpec) -> Iterator[str]:
+    parallel = spec.profile.parallel
+    if parallel.shard != Parallel().shard and parallel.strategy != "sharded":
+        yield (
+            f'parallel.shard = "{parallel.shard}" has no effect: parallel.strategy is "{parallel.strategy}", '
+            'not "sharded"'
+        )
+
+
+def _no_time(spec: RunSpec) -> Iterator[str]:
+    """What a plan tells of time takes both the bandwidth and the throughput of the device."""
+    device = spec.profile.device
+    lacking = [key for key in ("bandwidth_gbs", "peak_tflops") if getattr(device, key) is None]
+    given = [key for key in ("bandwidth_gbs", "price_per_hour") if getattr(device, key) is not None]
+    if given and lacking:
+        keys, missing = " and ".join(f"device.{key}" for key in given), " and ".join(f"device.{key}" for key in lacking)
+        yield f"{keys}: the plan shows no time and no cost without {missing}"
+
+
+def _no_experts(arch: Architecture, recipe: Recipe) -> Iterator[str]:
+    given = [f"moe.{key}" for key, value in recipe.moe.model_dump().items() if value != getattr(Moe(), key)]
+    if given and arch.experts is None:
+        yield f"{' and '.join(given)}: no effect, because this model has no experts"
+
+
+def _nothing_to_replace(spec: RunSpec) -> Iterator[str]:
+    model = spec.recipe.model
+    automatic = model.model_copy(update={"kernels": "auto"})
+    recipe = spec.recipe.model_copy(update={"model": automatic})
+    if model.kernels != "auto" and not wants_fused_kernels(spec.model_copy(update={"recipe": recipe})):
+        yield f'model.kernels = "{model.kernels}" has no effect: fused kernels need CUDA, without train.compile'
+
+
 def _attention_dropout(arch: Architecture, spec: RunSpec) -> Iterator[str]:
-    """A kernel that draws the masks itself: the training result then depends on the division into micro-batches."""
-    if spec.recipe.model.attention_dropout != "keep" or not arch.attention_dropout:
+    """Report attention dropout that has no effect, and kernels that draw the masks themselves: the training result then
+    depends on the division into micro-batches."""
+    asked = spec.recipe.model.attention_dropout
+    if asked != "auto" and not arch.attention_dropout:
+        yield f'model.attention_dropout = "{asked}" has no effect: this model has no attention dropout'
+    if asked != "keep" or not arch.attention_dropout:
         return
     if memory_config_of(arch, spec).attention != "eager":
         yield (

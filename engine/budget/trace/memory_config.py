@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from engine.architecture.continued import continued
 from engine.architecture.facts import Architecture
 from engine.architecture.lookup import added_tokens
-from engine.architecture.parameters import VISION_MODULES
+from engine.architecture.parameters import VISION_MODULES, globs_of_parts
 from engine.config.attention import FLASH_KERNELS, HOPPER, AttentionCard, AttentionNeeds, Obstacle, choose_kernel
 from engine.config.check.data_rules import image_key
 from engine.config.files.machine import installed
@@ -42,6 +42,7 @@ class Patterns(NamedTuple):
     lora: bool
     targets: tuple[str, ...] | str
     exclude: tuple[str, ...]
+    layers: tuple[int, ...]
     also_train: tuple[str, ...]
     train_only: tuple[str, ...]
     freeze: tuple[str, ...]
@@ -218,15 +219,17 @@ def _kept_layers(arch: Architecture, recomputed: bool | int | Literal["auto"]) -
 
 
 def patterns_of(arch: Architecture, recipe: Recipe) -> Patterns:
-    """The patterns of a recipe, plus those of modules that are frozen by default."""
+    """The patterns of a recipe, plus those of modules that are frozen by default in full fine-tuning."""
     method = recipe.method
+    by_default = () if method.train_only or method.kind == "lora" else _frozen_by_default(arch, recipe)
     return Patterns(
         lora=method.kind == "lora",
         targets=method.targets if isinstance(method.targets, str) else tuple(method.targets),
         exclude=tuple(method.exclude),
+        layers=tuple(method.layers),
         also_train=(*method.also_train, *(ROUTERS if arch.experts and not recipe.freezes_router else ())),
         train_only=tuple(method.train_only),
-        freeze=(*method.freeze, *(() if method.train_only else _frozen_by_default(arch, recipe))),
+        freeze=(*globs_of_parts(method.freeze, arch), *by_default),
     )
 
 

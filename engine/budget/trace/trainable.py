@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from engine.architecture.parameters import (
 )
 from engine.architecture.vision_encoder import VisionEncoder
 from engine.budget.trace.memory_config import MemoryConfig, Patterns
-from engine.config.name_patterns import compile_patterns
+from engine.config.name_patterns import compile_patterns, layer_of
 
 ATTENTION_PARTS = frozenset({"attn", "attention", "self_attn", "self_attention"})
 """Names of the module around attention projections, in all families; targets = "attention" selects the linear layers
@@ -49,15 +49,44 @@ def trainable_by_layer(arch: Architecture, patterns: Patterns) -> tuple[Trainabl
 
 def adapted_modules(arch: Architecture, patterns: Patterns) -> set[str]:
     """Dotted names of the modules, and of the fused weights of experts, that get an adapter."""
-    groups = [
-        (layer_prefix(arch, layer), each.adapted) for layer, each in enumerate(trainable_by_layer(arch, patterns))
-    ]
+    groups = _groups(arch, patterns)
+    return {prefix + name.removesuffix(".weight") for prefix, each in groups for name in each.adapted}
+
+
+def learning_names(arch: Architecture, patterns: Patterns) -> set[str]:
+    """Dotted names of the parameters that are trained or have an adapter; a tied head by its embedding's name."""
+    names = {prefix + name for prefix, each in _groups(arch, patterns) for name in (*each.adapted, *each.trained)}
+    return names | trainable_outer(arch, patterns)
+
+
+def trained_parameters(arch: Architecture, config: MemoryConfig) -> dict[str, list[str]]:
+    """The names that trained parameters have in the engine, adapters' included, each with its tied weight's other
+    name."""
+    names: list[str] = []
+    for prefix, each in _groups(arch, config.patterns):
+        names += [prefix + name for name in sorted(each.trained)]
+        for depth, name in enumerate(sorted(name for name in each.adapted if not name.endswith(".weight"))):
+            block = f"{prefix}{name.rpartition('.')[0]}{'.base_layer' * depth}"  # peft nests a wrapper for each
+            names += [f"{block}.lora_{side}.weight" for side in "AB"]
+        parts = ["lora_A", "lora_B", *(["lora_magnitude_vector"] if config.dora else [])]
+        modules = sorted(name.removesuffix(".weight") for name in each.adapted if name.endswith(".weight"))
+        names += [f"{prefix}{module}.{part}.weight" for module in modules for part in parts]
+    rows = "token_adapter.trainable_tokens_delta"
+    names += [name.replace("weight", rows) for name in tables_with_rows(arch, config)]
+    names += sorted(trainable_outer(arch, config.patterns))
+    table = outer_parameters(arch)[0].name
+    tied = {table: HEAD, table.replace("weight", rows): HEAD.replace("weight", rows)} if arch.tied else {}
+    return {name: [tied[name]] if name in tied else [] for name in names}
+
+
+def _groups(arch: Architecture, patterns: Patterns) -> Iterator[tuple[str, Trainable]]:
+    """(prefix of the names, what is trained) of each layer, and of the rest of a vision encoder."""
+    for layer, each in enumerate(trainable_by_layer(arch, patterns)):
+        yield layer_prefix(arch, layer), each
     if arch.vision_encoder is not None:
-        encoder = arch.vision_encoder
-        layers = enumerate(vision_trainable_by_layer(encoder, patterns))
-        groups += [(vision_layer_prefix(encoder, layer), each.adapted) for layer, each in layers]
-        groups.append(("", trainable_vision_ends(encoder, patterns).adapted))
-    return {prefix + name.removesuffix(".weight") for prefix, names in groups for name in names}
+        for layer, each in enumerate(vision_trainable_by_layer(arch.vision_encoder, patterns)):
+            yield vision_layer_prefix(arch.vision_encoder, layer), each
+        yield "", trainable_vision_ends(arch.vision_encoder, patterns)
 
 
 def _adaptable(arch: Architecture, dense: bool) -> Sequence[Parameter]:
@@ -105,15 +134,10 @@ def trainable_outer(arch: Architecture, patterns: Patterns) -> frozenset[str]:
 
 
 def _trained_test(patterns: Patterns) -> Callable[..., bool]:
-    """A test of all names of a base parameter: with LoRA it is trained if `also_train` matches one; in full fine-tuning
-    if `train_only` matches one or is empty, and `freeze` matches none."""
-    if patterns.lora:
-        meant, frozen = compile_patterns(patterns.also_train).matches, compile_patterns(()).matches
-    else:
-        meant, frozen = (
-            compile_patterns(patterns.train_only or ("**",)).matches,
-            compile_patterns(patterns.freeze).matches,
-        )
+    """A test of all names of a base parameter: with LoRA it is trained if `also_train` matches one, in full fine-tuning
+    if `train_only` matches one or is empty; never if `freeze` matches one."""
+    meant = compile_patterns(patterns.also_train if patterns.lora else patterns.train_only or ("**",)).matches
+    frozen = compile_patterns(patterns.freeze).matches
     return lambda *names: any(map(meant, names)) and not any(map(frozen, names))
 
 
@@ -139,7 +163,8 @@ def embedding_learns(arch: Architecture, config: MemoryConfig) -> bool:
 
 
 def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[Parameter]:
-    """What `targets` and `exclude` select; `prefix` completes names. In a vision encoder, only what `targets` lists."""
+    """What `targets` selects in `layers`, without what `exclude` or `freeze` matches; `prefix` completes names. In a
+    vision encoder, only what `targets` lists."""
     targets = patterns.targets
     if not isinstance(targets, str):
         named = _named(targets)
@@ -148,18 +173,25 @@ def _adapted(prefix: str, linear: list[Parameter], patterns: Patterns) -> list[P
         return []
     elif targets == "attention":
         linear = [p for p in linear if not ATTENTION_PARTS.isdisjoint(p.module.split(".")[:-1])]
+    if patterns.layers and layer_of(prefix) not in patterns.layers:
+        return []
     if patterns.exclude:
         spared = _named(patterns.exclude)
         linear = [p for p in linear if not spared(prefix + p.module)]
+    if patterns.freeze:
+        frozen = compile_patterns(patterns.freeze).matches
+        linear = [p for p in linear if not frozen(prefix + p.name)]
     return linear
 
 
 def _adapted_experts(prefix: str, names: list[str], patterns: Patterns) -> list[str]:
-    """The weights of all experts that `targets` names and `exclude` does not: "all-linear" leaves them out."""
-    if isinstance(patterns.targets, str):
+    """The weights of all experts that `targets` names, and neither `exclude` nor `freeze`: "all-linear" leaves them
+    out."""
+    if isinstance(patterns.targets, str) or (patterns.layers and layer_of(prefix) not in patterns.layers):
         return []
     named, spared = _named(patterns.targets), _named(patterns.exclude) if patterns.exclude else lambda _: None
-    return [name for name in names if named(prefix + name) and not spared(prefix + name)]
+    frozen = compile_patterns(patterns.freeze).matches
+    return [name for name in names if named(prefix + name) and not spared(prefix + name) and not frozen(prefix + name)]
 
 
 def _named(globs: tuple[str, ...]) -> Callable[[str], object]:

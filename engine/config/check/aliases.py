@@ -119,6 +119,12 @@ def _positive_or_none(theirs: Any) -> Any:
     return theirs if isinstance(theirs, int) and theirs > 0 else None
 
 
+def _layers(theirs: Any) -> list[int] | None:
+    """A number of a layer or a list of numbers; None for anything else."""
+    numbers = theirs if isinstance(theirs, list) else [theirs]
+    return numbers if numbers and all(isinstance(each, int) for each in numbers) else None
+
+
 def _as_list(theirs: Any) -> Any:
     """LLaMA-Factory separates names by commas."""
     if isinstance(theirs, list) or theirs in ("all-linear", "attention"):
@@ -189,6 +195,8 @@ KEY_ALIASES: dict[str, Alias] = {
     "lora_target_linear": Alias(AXOLOTL, "method.targets", lambda theirs: "all-linear" if theirs else None),
     "lora_attn_modules": Alias(TORCHTUNE, "method.targets", _as_list),
     "exclude_modules": Alias(PEFT, "method.exclude", _as_list),
+    "layers_to_transform": Alias(PEFT, "method.layers", _layers),
+    "peft_layers_to_transform": Alias(AXOLOTL, "method.layers", _layers),
     "modules_to_save": Alias(PEFT, "method.also_train", _as_list),
     "lora_modules_to_save": Alias(AXOLOTL, "method.also_train", _as_list),
     "use_rslora": Alias(PEFT, "method.rslora"),
@@ -206,6 +214,7 @@ KEY_ALIASES: dict[str, Alias] = {
     "tokenizer_name": Alias(HF, "model.tokenizer"),
     "tokenizer_name_or_path": Alias(TRL, "model.tokenizer"),
     "model_revision": Alias(TRL, "model.revision"),
+    "eos_token": Alias(TRL, "model.special_tokens", lambda theirs: {"eos": str(theirs)} if theirs else None),
     "revision_of_model": Alias(AXOLOTL, "model.revision"),
     "adapter_name_or_path": Alias(FACTORY, "model.adapter"),
     "lora_model_dir": Alias(AXOLOTL, "model.adapter"),

@@ -68,6 +68,24 @@ def detection_is_described(recipe: Recipe) -> Problems:
                 yield Problem((*place, key), "missing", 'format = "detection" needs it', ((*place, "format"),))
 
 
+def weights_are_of_training(recipe: Recipe) -> Problems:
+    """Reject weights of validation and evaluation, whose samples count once each."""
+    for place, source in sources_of(recipe):
+        if source.weight != 1.0 and place[:2] != ("data", "sources"):
+            found = f"{source.weight:g} in {'.'.join(map(str, place[:2]))}"
+            yield Problem((*place, "weight"), found, "only sources of training samples have weights: leave it out")
+
+
+def mixing_has_sources(recipe: Recipe) -> Problems:
+    if recipe.data.mixing == "weights":
+        return
+    if sum(source.enabled for source in recipe.data.sources) < 2:
+        yield Problem(("data", "mixing"), '"probability" with one source', "two or more sources are needed")
+    if not recipe.data.shuffle:
+        found = '"probability" with shuffle = false'
+        yield Problem(("data", "mixing"), found, "shuffle = true is needed", (("data", "shuffle"),))
+
+
 def something_to_train_on(recipe: Recipe) -> Problems:
     if not any(source.enabled for source in recipe.data.sources):
         places: list[Place] = [("data", "sources", index, "enabled") for index in range(len(recipe.data.sources))]

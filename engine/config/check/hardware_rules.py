@@ -64,6 +64,16 @@ def cuda_facts_are_cuda(profile: Profile) -> Problems:
             )
 
 
+def accelerators_are_gpus(profile: Profile) -> Problems:
+    if profile.nodes.accelerators is not None and profile.device.kind != "cuda":
+        yield Problem(
+            ("nodes", "accelerators"),
+            f"{quoted(profile.nodes.accelerators)} with device.kind = {quoted(profile.device.kind)}",
+            'device.kind = "cuda" is needed',
+            (("device", "kind"),),
+        )
+
+
 def words_for_launchers_are_plain(profile: Profile) -> Problems:
     """These words become lines of a shell script, and a profile may come from someone else."""
     for key in ("partition", "account", "time_limit", "cloud", "accelerators"):
@@ -133,6 +143,7 @@ PROFILE_RULES: tuple[Callable[[Profile], Iterable[Problem]], ...] = (
     strategy_matches_count,
     sequence_divides_devices,
     cuda_facts_are_cuda,
+    accelerators_are_gpus,
     words_for_launchers_are_plain,
 )
 
@@ -175,7 +186,7 @@ def _on_one_device(profile: Profile) -> Profile:
 
 
 def _one_device_notice(profile: Profile, asked: dict[str, Any]) -> str:
-    if asked.get("strategy", "single") == "single" and asked.get("sequence", 1) == 1:
+    if asked.get("strategy", "single") == "single" and asked.get("sequence", 1) == 1 and "shard" not in asked:
         return ""
     written = ", ".join(f"{key} = {quoted(value)}" for key, value in asked.items())
     return f"the recipe's [parallel] ({written}) is not used: profile {profile.name} has one device"

@@ -133,8 +133,8 @@ WITH_EFFECT: dict[str, str] = {
     "duplicate rows are kept; `tunedeck data --duplicates` lists them": "dataset_exact_deduplication",
     "the last, smaller step of an epoch is kept": "dataloader_drop_last",
     "options of another tool's data preparation": "dataset_kwargs masked",
-    "special tokens other than the padding token are those of the tokenizer and its chat template": (
-        "special_tokens eos_token bos_token unk_token new_special_tokens special_tokens_map added_tokens_overrides"
+    'model.special_tokens names them: { eos = "<|im_end|>" }; model.add_tokens adds tokens to the vocabulary': (
+        "special_tokens bos_token unk_token new_special_tokens special_tokens_map added_tokens_overrides"
     ),
     "the model's chat template is used; to change it, set model.chat_template": "template prompt_template tool_format",
     "data.template_args passes variables to the chat template, such as enable_thinking = false": (
@@ -154,9 +154,8 @@ WITH_EFFECT: dict[str, str] = {
         "pissa_init pissa_iter pissa_convert init_lora_weights init_weights peft_init_lora_weights loftq_config peft "
         "lora_bias lorap_lr_ratio"
     ),
-    "adapters have one rank and alpha, on every layer; method.targets takes globs such as model.layers.0.**": (
-        "peft_layers_to_transform layers_to_transform peft_layers_pattern layers_pattern lora_rank_pattern "
-        "lora_alpha_pattern rank_pattern alpha_pattern"
+    "adapters have one rank and alpha on every layer; method.layers names the layers that get them": (
+        "peft_layers_pattern layers_pattern lora_rank_pattern lora_alpha_pattern rank_pattern alpha_pattern"
     ),
     'train.groups gives lora_B its own learning rate: [{ match = "**lora_B**", learning_rate = 3.2e-3 }]': (
         "loraplus_lr_ratio loraplus_lr_embedding loraplus_lr_target"
@@ -190,7 +189,9 @@ WITH_EFFECT: dict[str, str] = {
         "ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau loss_weights pref_bco_weight "
         "rl_adapter_ref_model dpo_use_weighting dpo_norm_loss"
     ),
-    "sources are mixed by data.sources.NAME.weight": "mix_strategy interleave_probs stopping_strategy",
+    'sources are mixed by data.sources.NAME.weight, as shares with data.mixing = "probability"': (
+        "mix_strategy interleave_probs stopping_strategy"
+    ),
     "one validation loss over all validation sources": "eval_on_each_dataset",
     "evaluation truncates at data.max_length": "eval_sequence_len",
     "a reward per conversation is not read": "kto_sample",

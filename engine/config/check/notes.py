@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.config.check.data_rules import image_key
-from engine.config.schema.recipe import Method, Recipe, Train
+from engine.config.schema.recipe import Generate, Method, Recipe, Train
 from engine.config.schema.run import RunSpec
 from engine.config.stages import stage_specs
 from engine.errors import SpecError
@@ -48,6 +48,17 @@ def unused_tracker_note(recipe: Recipe) -> str | None:
     return f"{' and '.join(given)}: no effect, because trackers.use is empty"
 
 
+def unused_sampling_note(recipe: Recipe) -> str | None:
+    generate = recipe.generate
+    given = [f"generate.{key}" for key in SAMPLING_KEYS if getattr(generate, key) != getattr(Generate(), key)]
+    if generate.temperature > 0 or not given:
+        return None
+    return f"{' and '.join(given)}: no effect with generate.temperature = 0, which takes the likeliest token each time"
+
+
+SAMPLING_KEYS = ("top_k", "top_p", "seed")
+"""Keys of [generate] that only drawing tokens uses."""
+
 ADAPTER_KEYS = ("rank", "alpha", "dropout", "adapter_dtype")
 """Keys of [method] that a recipe for LoRA often has, and that full fine-tuning does not use."""
 
@@ -63,8 +74,8 @@ def unused_method_note(recipe: Recipe) -> str | None:
 def notes_of(recipe: Recipe) -> list[str]:
     """Without notes that need the data."""
     warmup = warmup_note(recipe.train, recipe.train.max_steps) if recipe.train.max_steps is not None else None
-    others = (frozen_router_note(recipe), unused_tracker_note(recipe), unused_method_note(recipe))
-    return [note for note in (warmup, *others) if note]
+    unused = (unused_tracker_note(recipe), unused_method_note(recipe), unused_sampling_note(recipe))
+    return [note for note in (warmup, frozen_router_note(recipe), *unused) if note]
 
 
 def _when(condition: bool, key: str) -> str | None:

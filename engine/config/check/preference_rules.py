@@ -82,6 +82,7 @@ def answers_are_learned_as_they_are(recipe: Recipe) -> Problems:
         return
     found: list[tuple[Place, object, object]] = [
         (("data", "packing"), recipe.data.packing, False),
+        (("data", "mixing"), recipe.data.mixing, "weights"),
         (("train", "label_smoothing"), recipe.train.label_smoothing, 0.0),
         (("method", "dropout"), recipe.method.dropout, 0.0),
         (("eval", "samples"), recipe.eval.samples, 0),

@@ -6,6 +6,7 @@ A rule takes a recipe whose fields are valid and yields problems; it reads no fi
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -15,15 +16,23 @@ from engine.config.check.data_rules import (
     image_root_has_images,
     image_sizes_in_order,
     images_are_not_packed,
+    mixing_has_sources,
     one_kind_of_validation,
     overlap_leaves_room,
     something_to_train_on,
     source_has_one_origin,
     sources_of,
+    weights_are_of_training,
 )
 from engine.config.check.preference_rules import PREFERENCE_RULES
 from engine.config.files.document import Place, Problem, Problems
-from engine.config.files.find import BUILTIN_PREFIX, CHECKPOINT_NAME, RUN_PREFIX, split_run_reference
+from engine.config.files.find import (
+    BUILTIN_PREFIX,
+    CHECKPOINT_NAME,
+    RUN_PREFIX,
+    STAGE_PREFIX,
+    split_run_reference,
+)
 from engine.config.files.text import closest_match, quoted
 from engine.config.schema.preference import LEARNING_RATES
 from engine.config.schema.recipe import Method, Recipe
@@ -71,6 +80,18 @@ def model_is_named(recipe: Recipe) -> Problems:
             yield Problem(
                 ("model", key), f"{quoted(text)} does not name a {what}", '"run:RUN", "run:RUN@STEP" or "run:RUN@best"'
             )
+
+
+def revision_is_of_the_hub(recipe: Recipe) -> Problems:
+    model = recipe.model
+    is_here = model.id.startswith((BUILTIN_PREFIX, RUN_PREFIX, STAGE_PREFIX, "/", ".", "~")) or os.path.isdir(model.id)
+    if model.revision is not None and is_here:
+        yield Problem(
+            ("model", "revision"),
+            f"{quoted(model.revision)} with model.id = {quoted(model.id)}",
+            "only a model on the hub has revisions: leave it out",
+            (("model", "id"),),
+        )
 
 
 def random_weights_are_a_model(recipe: Recipe) -> Problems:
@@ -249,13 +270,12 @@ def added_tokens_can_be_trained(recipe: Recipe) -> Problems:
 def fields_of_the_method(recipe: Recipe) -> Problems:
     method, other = recipe.method, {"lora": "full", "full": "lora"}[recipe.method.kind]
     only: dict[str, list[str]] = {
-        "lora": ["targets", "exclude", "dora", "rslora", "also_train"],
-        "full": ["train_only", "freeze"],
+        "lora": ["targets", "exclude", "layers", "dora", "rslora", "also_train"],
+        "full": ["train_only"],
     }
     hint = {
         "also_train": "; train_only limits full fine-tuning",
         "train_only": "; also_train trains parameters in addition to LoRA",
-        "freeze": "; with LoRA the base is frozen, and exclude selects modules without an adapter",
     }
     for key in only[other]:
         if getattr(method, key) != Method.model_fields[key].default:
@@ -312,6 +332,9 @@ def evaluation_has_data(recipe: Recipe) -> Problems:
         yield Problem(("eval", "metrics"), "exact_match without validation data", NEEDS_VALIDATION)
     if recipe.checkpoint.result == "best":
         yield Problem(("checkpoint", "result"), '"best" without validation data', NEEDS_VALIDATION)
+    if recipe.checkpoint.keep_best > 1:
+        found = f"{recipe.checkpoint.keep_best} without validation data"
+        yield Problem(("checkpoint", "keep_best"), found, NEEDS_VALIDATION)
 
 
 def exact_match_has_answers(recipe: Recipe) -> Problems:
@@ -326,6 +349,12 @@ def exact_match_has_answers(recipe: Recipe) -> Problems:
 
 def early_stopping_is_reached(recipe: Recipe) -> Problems:
     repeats = recipe.eval.every_steps is not None or recipe.eval.per_epoch is not None
+    if recipe.checkpoint.keep_best > 1 and not repeats and has_validation(recipe):
+        yield Problem(
+            ("checkpoint", "keep_best"),
+            f"{recipe.checkpoint.keep_best} with one evaluation, at the end",
+            "eval.every_steps or eval.per_epoch is needed",
+        )
     if recipe.eval.early_stopping_patience is not None and not repeats and has_validation(recipe):
         yield Problem(
             ("eval", "early_stopping_patience"),
@@ -391,6 +420,7 @@ def sweep_has_values(recipe: Recipe) -> Problems:
 
 RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     model_is_named,
+    revision_is_of_the_hub,
     source_has_one_origin,
     detection_is_described,
     builtins_exist,
@@ -398,6 +428,8 @@ RECIPE_RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     original_positions_are_of_yarn,
     names_are_unique,
     something_to_train_on,
+    weights_are_of_training,
+    mixing_has_sources,
     one_kind_of_validation,
     image_sizes_in_order,
     overlap_leaves_room,

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterable
 from functools import cache
 from itertools import chain, pairwise
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -67,6 +67,10 @@ class Table(BaseModel):
     """One TOML table. Attribute docstrings become the descriptions of the JSON Schema."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, json_schema_extra=_describe_properties)
+
+    beside_result: ClassVar[frozenset[str]] = frozenset()
+    """Keys that change neither the plan nor the result of a run in which nothing fails, as their descriptions say:
+    labels, texts for readers, speed, and what happens after an error."""
 
 
 _PLAIN = {

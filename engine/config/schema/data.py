@@ -25,6 +25,8 @@ PAIR_COLUMNS = (("prompt", "question", "query"), ("completion", "response", "ans
 class Source(Table):
     """One source of samples: a file, a folder of files, a hub data set, or a built-in generator."""
 
+    beside_result = frozenset({"name"})
+
     name: Name
     """The name that --set uses: data.sources.NAME.enabled=false."""
     path: str | None = None
@@ -56,7 +58,8 @@ class Source(Table):
     enabled: bool = True
     """false: leave out this source."""
     weight: Positive = 1.0
-    """How often each sample of this source is used in an epoch; fractions are sampled by seed."""
+    """How often each sample of this source is used in an epoch; fractions are sampled by seed. With data.mixing =
+    "probability": the share of the samples that this source gets."""
     columns: dict[str, str] = {}
     """Tunedeck's column name = the file's column name, such as prompt = "question", or a nested one, such as completion
     = "answers.text.0". Also for keys of a turn, such as role = "speaker"."""
@@ -78,6 +81,8 @@ class Source(Table):
 class Data(Table):
     """The data, and how it is converted into token sequences."""
 
+    beside_result = frozenset({"workers"})
+
     sources: Annotated[list[Source], Field(min_length=1)]
     """Sources of training samples."""
     validation: list[Source] = []
@@ -94,6 +99,10 @@ class Data(Table):
     fields than columns or broken quotes. refuse: an error; skip: these rows are left out, counted and listed."""
     shuffle: bool = True
     """Shuffle the samples in each epoch; the order depends on seed and epoch only."""
+    mixing: Literal["weights", "probability"] = "weights"
+    """What the weights of sources mean. weights: how often each sample is used. probability: for each sample of an
+    epoch its source is drawn in proportion to the weights, again in each epoch; an epoch has as many samples as all
+    sources have, and no sample of a source is used again before all of them were used."""
     packing: bool = False
     """Pack several samples into one sequence; attention does not cross samples."""
     valid_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0

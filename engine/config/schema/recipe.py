@@ -49,6 +49,9 @@ class Model(Table):
     add_tokens: list[str] = []
     """Tokens to train in embedding and head; missing ones are added. With LoRA, only the rows of these tokens are
     trained."""
+    special_tokens: dict[Literal["bos", "eos", "unk"], str] = {}
+    """Tokens of the vocabulary, or of add_tokens, that replace the tokenizer's special tokens, such as
+    eos = "<|im_end|>": eos ends documents and answers, bos begins them, unk replaces unknown text."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of the base weights. auto: bfloat16 if the device supports it, else float16 on CUDA, float32 on a CPU."""
     attention: AttentionChoice = "auto"
@@ -89,6 +92,8 @@ class Method(Table):
     names."""
     exclude: list[str] = []
     """Globs for module names that get no adapter."""
+    layers: list[CountOrZero] = []
+    """Numbers of the layers that get adapters, from 0; by default all layers."""
     dora: bool = False
     """Weight-decomposed adapters (DoRA)."""
     rslora: bool = False
@@ -100,7 +105,9 @@ class Method(Table):
     train_only: list[str] = []
     """With kind = "full": only these parameters are trained (globs for dotted names)."""
     freeze: list[str] = []
-    """With kind = "full": parameters that are not trained (globs for dotted names)."""
+    """Parameters that are not trained (globs for dotted names), or parts of the model: "vision", "projector" (what
+    connects the vision encoder to the language model), "language". With LoRA, these modules get no adapter, and those
+    of also_train are not trained."""
 
     @property
     def effective_alpha(self) -> float:
@@ -217,7 +224,9 @@ class Checkpoint(Table):
     every_minutes: NonNegative = 30.0
     """Minutes between checkpoints; 0: no checkpoints by time."""
     keep: Count = 2
-    """Number of newest checkpoints to keep, in addition to the best one."""
+    """Number of newest checkpoints to keep, in addition to the best ones."""
+    keep_best: Count = 1
+    """Number of best checkpoints to keep, by best_metric at the evaluations. A checkpoint is saved at each of them."""
     best_metric: str = "loss"
     """Metric that decides the best checkpoint: lowest for loss and perplexity, highest for all others. With several
     validation sources, also the metric of one of them, such as "NAME/loss"."""
@@ -264,6 +273,8 @@ Rung = Literal[
 
 class Backoff(Table):
     """Remedies for out-of-memory errors."""
+
+    beside_result = frozenset({"ladder", "allow_learning_changes", "grow"})
 
     ladder: list[Rung] = [
         "retry", "defragment", "cut", "checkpointing", "chunk_loss", "tile_mlp", "activation_offload",
@@ -339,6 +350,8 @@ class Stage(Table):
 
 class Recipe(Table):
     """A recipe file."""
+
+    beside_result = frozenset({"title", "notes", "profile"})
 
     schema_: Literal[1] = Field(default=1, alias="schema")
     """Version of this file format."""

@@ -48,6 +48,8 @@ class Device(Table):
 class Parallel(Table):
     """How several devices share one run."""
 
+    beside_result = frozenset({"timeout_seconds"})
+
     strategy: Literal["auto", "single", "replicated", "sharded"] = "auto"
     """A single device, replicated weights, or sharded weights (FSDP2); auto: replicated where the model fits each
     device, else sharded."""
@@ -82,6 +84,8 @@ class Nodes(Table):
 
 class Profile(Table):
     """A hardware profile file."""
+
+    beside_result = frozenset({"name", "title", "notes"})
 
     schema_: Literal[1] = Field(default=1, alias="schema")
     """Version of this file format."""

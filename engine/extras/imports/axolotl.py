@@ -178,6 +178,9 @@ def _per_epoch(draft: Draft) -> None:
             draft.leave(theirs, "off")
 
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token")
+
+
 def _tokens(draft: Draft) -> None:
     tokens = draft.take("tokens")
     if isinstance(tokens, list) and tokens:
@@ -186,13 +189,14 @@ def _tokens(draft: Draft) -> None:
         draft.theirs["special_tokens"] = {**tokens, **(draft.theirs.get("special_tokens") or {})}
     special = draft.take("special_tokens")
     if isinstance(special, dict):
-        others = {name: value for name, value in special.items() if name != "pad_token" and value}
+        given = {name: str(value) for name, value in special.items() if name != "pad_token" and value}
+        ours = {name.removesuffix("_token"): value for name, value in given.items() if name in SPECIAL_TOKENS}
+        others = {name: value for name, value in given.items() if name not in SPECIAL_TOKENS}
+        if ours:
+            draft.set("model.special_tokens", ours, "special_tokens")
         if others:
-            draft.blanks["special_tokens"] = (
-                f"{quoted(others)}: special tokens are those of the tokenizer; save them in its files, and set "
-                "model.tokenizer to that folder"
-            )
-        else:
+            draft.blanks[f"special_tokens.{'.'.join(others)}"] = f"{quoted(others)}: name them in model.add_tokens"
+        if not given:
             draft.leave("special_tokens", "padding is never trained")
 
 

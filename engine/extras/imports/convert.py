@@ -15,6 +15,7 @@ from engine.config.files.find import KIND_FOLDERS, reach, unshareable_paths, use
 from engine.config.files.machine import working_directory
 from engine.config.files.text import quoted, visible
 from engine.config.files.write import require_name, write_new_file
+from engine.config.name_patterns import PARTS
 from engine.config.schema.recipe import Recipe
 from engine.errors import SpecError, UsageError
 from engine.extras.imports.command_lines import read_command_line
@@ -281,29 +282,20 @@ def _settle(draft: Draft) -> None:
         draft.recipe["data"].pop("loss_on")
 
 
-PARTS = {"vision": ("**.vision_tower", "**.visual"), "projector": ("**.multi_modal_projector", "**.visual.merger")}
-"""Parts of models with images that other tools freeze by name, to globs on the names that transformers gives them."""
-
-
 def _settle_parts(draft: Draft) -> None:
-    """Replace the names of parts in method.freeze: with LoRA the base is frozen anyway."""
-    frozen = draft.get("method.freeze") or []
-    parts = [name for name in frozen if name in ("vision", "projector", "language")]
-    if not parts:
+    """Keep the names of parts in method.freeze, except where they name nothing that is trained: adapters chosen by
+    all-linear and attention are in the language model alone."""
+    parts = [name for name in draft.get("method.freeze") or [] if name in PARTS]
+    if not parts or draft.get("method.kind") == "full" or isinstance(draft.get("method.targets"), list):
         return
-    theirs = draft.origin.pop("method.freeze")
-    rest = [name for name in frozen if name not in parts]
-    del draft.recipe["method"]["freeze"]
-    if draft.get("method.kind") == "full":
-        globs = [glob for part in parts for glob in PARTS.get(part, ())]
-        draft.set("method.freeze", [*rest, *globs], theirs)
-        draft.blanks[theirs] = (
-            f"{', '.join(parts)}: in method.freeze, keep the globs that match these parts of your model"
-        )
-    elif "language" in parts:
+    theirs, rest = draft.origin["method.freeze"], [name for name in draft.get("method.freeze") if name not in parts]
+    if "language" in parts:
         draft.blanks[theirs] = "language: list the modules that get adapters in method.targets"
     else:
         draft.leave(theirs, "the base is frozen; all-linear and attention put adapters only into the language model")
+    draft.recipe["method"]["freeze"] = rest
+    if not rest:
+        del draft.recipe["method"]["freeze"], draft.origin["method.freeze"]
 
 
 def _settle_method(draft: Draft) -> None:

@@ -44,6 +44,8 @@ def read_trl(draft: Draft) -> None:
         _loss_on(draft)
     _schedule(draft)
     take_template(draft, "chat_template", {})
+    if (end := draft.take("eos_token")) not in OFF:
+        draft.set("model.special_tokens", {"eos": str(end)}, "eos_token")
     if (path := draft.take("chat_template_path")) is not None:
         draft.blanks["chat_template_path"] = f"{quoted(path)}: set model.chat_template to the template's file"
 

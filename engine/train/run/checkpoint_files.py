@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -76,11 +76,12 @@ def _remove_new_parents(before: Mapping[Path, int]) -> None:
             parent.rmdir()
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints and the best, and unfinished ones of processes that died."""
-    best = best_step(folder)
+def prune(folder: Path, keep: int, best: Collection[int] = ()) -> None:
+    """Remove all but the `keep` newest checkpoints, the one marked as best and those of the steps `best`, and
+    unfinished ones of processes that died."""
+    spared = {best_step(folder), *best}
     for checkpoint in find_checkpoints(folder)[keep:]:
-        if checkpoint.step != best:
+        if checkpoint.step not in spared:
             _remove(checkpoint.path)
     for draft in folder.glob(f".{PREFIX}*"):
         if not draft.name.endswith(f".{os.getpid()}"):

@@ -223,7 +223,8 @@ class CheckpointManager:
 
     def _prune(self) -> None:
         """Remove old checkpoints, which takes room on some file systems."""
-        self._when_there_is_room(lambda: prune(self._directory.checkpoints, self._setup.spec.recipe.checkpoint.keep))
+        keep, best = self._setup.spec.recipe.checkpoint.keep, [int(step) for step in self._state.scored]
+        self._when_there_is_room(lambda: prune(self._directory.checkpoints, keep, best))
 
     def _write_checkpoint(self) -> Checkpoint:
         setup = self._setup

@@ -100,12 +100,17 @@ class Evaluator:
         value = metrics.get(name)
         if value is None:
             return
+        keep = self._setup.spec.recipe.checkpoint.keep_best
+        is_kept = keep > 1 and self._state.rank(value, name, keep)
         if not is_better(value, best.value, name, self._asked.early_stopping_threshold):
             best.since += 1
+            if is_kept and not self._checkpoints.save_if_possible(f"one of the {keep} best by {name}"):
+                del self._state.scored[str(self._state.step)]
             return
         self._state.best = Best(self._state.step, value)
         if not self._checkpoints.save_if_possible(f"best {name}"):
             self._state.best = best
+            self._state.scored.pop(str(self._state.step), None)
         elif self._ranks.is_rank0:
             self._checkpoints.mark_best(name, value)
 

@@ -108,6 +108,8 @@ class RunState:
     last_evaluated: int | None = None
     """The step whose weights were scored last; None before the first evaluation."""
     best: Best = field(default_factory=Best)
+    scored: dict[str, float] = field(default_factory=dict)
+    """The values of checkpoint.best_metric of the best checkpoints, by their steps; checkpoint.keep_best at most."""
     experts: ExpertCounters = field(default_factory=ExpertCounters)
     """How often the experts of a mixture were chosen; empty for other models."""
 
@@ -115,6 +117,13 @@ class RunState:
     def from_json(cls, saved: dict[str, Any]) -> RunState:
         best, experts = Best(**saved["best"]), ExpertCounters(**saved.get("experts", {}))
         return cls(**{**saved, "best": best, "experts": experts})
+
+    def rank(self, value: float, metric: str, keep: int) -> bool:
+        """Add this step to `scored` with its value, keep the best; returns whether it is one of them."""
+        sign = 1.0 if lower_is_better(metric) else -1.0
+        ranked = sorted({**self.scored, str(self.step): value}.items(), key=lambda item: sign * item[1])
+        self.scored = dict(ranked[:keep])
+        return str(self.step) in self.scored
 
     def become(self, other: RunState) -> None:
         """Copy all counters of `other` into this object, to which several other objects hold references."""

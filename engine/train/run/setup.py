@@ -16,9 +16,11 @@ from engine.config.changes import with_changes
 from engine.config.check.notes import warmup_note
 from engine.config.files.caches import SequenceBounds
 from engine.config.files.data_files import require_data_files
+from engine.config.parameter_groups import describe_groups
+from engine.config.schema.recipe import Train
 from engine.config.schema.run import RunSpec
 from engine.data.images import ImageProcessor
-from engine.data.order import SampleOrder
+from engine.data.order import MixedOrder, SampleOrder
 from engine.data.prepare import PreparedData, prepare_data
 from engine.data.tokenise import tokenizer_hash
 from engine.data.tokens import TokenData
@@ -83,7 +85,7 @@ def set_up(
     strategy.loaded.images = images
     fuse_modules(strategy.loaded, spec)
     tile_mlps(strategy.loaded, recipe)
-    _tell_loading(strategy.loaded, journal)
+    _tell_loading(strategy.loaded, recipe.train, journal)
     _try_model(strategy.loaded, spec, ranks)
     pad_id = int(tokenizer.pad_token_id)
     context = _step_context(spec, device, strategy, prepared, micro_batches, pad_id, report, local_recoveries)
@@ -101,12 +103,16 @@ def set_up(
     )
 
 
-def _tell_loading(loaded: LoadedModel, journal: Journal) -> None:
-    """Write what was read of the weight files, how sharded weights came to the ranks, and the model's notices."""
+def _tell_loading(loaded: LoadedModel, train: Train, journal: Journal) -> None:
+    """Write what was read of the weight files, how sharded weights came to the ranks, what each of [[train.groups]]
+    has, and the model's notices."""
     for account in loaded.accounts:
         journal.write("weights", **account.event())
     if loaded.loading:
         journal.phase("loading model", loaded.loading)
+    if train.groups:
+        names = loaded.names_of(name for name, _ in loaded.trainable())
+        journal.phase("loading model", describe_groups(train.groups, names))
     for notice in loaded.notices:
         journal.warn("model", notice)
 
@@ -195,6 +201,10 @@ def make_order(data: TokenData, spec: RunSpec) -> tuple[SampleOrder, int]:
     """The order of the kept samples, and the number of optimizer steps; one epoch if the recipe sets neither."""
     train = spec.recipe.train
     epochs = train.epochs if train.epochs or train.max_steps else 1.0
+    if spec.recipe.data.mixing == "probability":
+        weights = [source.weight for source in spec.recipe.data.sources if source.enabled]
+        mixed = MixedOrder(data.source_of, weights, seed=train.seed, batch_size=train.batch_size, epochs=epochs)
+        return mixed, mixed.steps(epochs, train.max_steps)
     order = SampleOrder(
         data.weights[0::2] if data.in_pairs else data.weights,
         seed=train.seed,

@@ -80,10 +80,14 @@ SNAPSHOT_LIMIT_BYTES = 512 * 2**20
 over PCIe 5 (64 GB/s, datasheet). Above it a failed step goes back to the last checkpoint."""
 
 
-def build_optimizer(train: Train, named: Sequence[tuple[str, Parameter]]) -> torch.optim.Optimizer:
-    """Each parameter group keeps its peak learning rate as `peak_lr`. EnvironmentProblem: no bitsandbytes."""
+def build_optimizer(
+    train: Train, named: Sequence[tuple[str, Parameter]], others: Mapping[str, Sequence[str]] | None = None
+) -> torch.optim.Optimizer:
+    """Each parameter group keeps its peak learning rate as `peak_lr`. `others`: other names of tied weights.
+    EnvironmentProblem: no bitsandbytes."""
     groups = [
-        dict(group, peak_lr=group.get("lr", train.peak_learning_rate)) for group in parameter_groups(named, train)
+        dict(group, peak_lr=group.get("lr", train.peak_learning_rate))
+        for group in parameter_groups(named, train, others)
     ]
     if train.optimizer == "adamw_8bit":
         return _adamw_8bit(groups, train)
@@ -117,7 +121,8 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> float
 
 def guarded_optimizer(train: Train, loaded: LoadedModel, device: Device) -> StepGuard:
     """`guard_parameters` for a model's trainable weights."""
-    return guard_parameters(train, loaded.trainable(), device, loaded.first_elements)
+    named = loaded.trainable()
+    return guard_parameters(train, named, device, loaded.first_elements, loaded.names_of(name for name, _ in named))
 
 
 def guard_parameters(
@@ -125,13 +130,15 @@ def guard_parameters(
     named: Sequence[tuple[str, Parameter]],
     device: Device,
     first_elements: Mapping[str, int] | None = None,
+    others: Mapping[str, Sequence[str]] | None = None,
 ) -> StepGuard:
     """Build the recipe's optimizer, allocate its state on device or host, and return its StepGuard. `first_elements`:
-    of sharded weights, by name, the flat index in the whole parameter at which this rank's part begins.
+    of sharded weights, by name, the flat index in the whole parameter at which this rank's part begins. `others`: other
+    names of tied weights.
 
     EnvironmentProblem: adamw_8bit without bitsandbytes. torch.OutOfMemoryError: the state does not fit.
     """
-    optimizer, rounding = build_optimizer(train, named), Rounding.of(train)
+    optimizer, rounding = build_optimizer(train, named, others), Rounding.of(train)
     offload = train.optimizer_offload and device.kind != "cpu"
     if offload:
         allocate_state(optimizer, rounding, device.park)
