@@ -1,5 +1,5 @@
-"""Opens local files and hub data sets. JSON, CSV and text are read row by row; Parquet, Arrow, folders of images, what
-`save_to_disk` wrote and data sets of the hub are read by the library datasets, which also says which files of a folder
+"""Opens local files and hub data sets. JSON, CSV and text are read row by row; Parquet, Arrow, folders of images and
+what `save_to_disk` wrote are read by the library datasets, which also says which files of a folder or of a hub data set
 belong to a split."""
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import pyarrow
 import pyarrow.parquet
 from datasets.arrow_reader import ReadInstruction
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from engine.config.files.caches import cache_folder
 from engine.config.files.data_files import (
@@ -41,8 +42,17 @@ from engine.data.csv_files import separator_of
 from engine.data.documents import SEPARATORS, Documents, unpacked
 from engine.data.file_rows import Kind as RowKind
 from engine.data.file_rows import open_file_rows
-from engine.data.folders import csv_of_images, data_of_folder, fetch_again, image_tables, is_image, require_whole
+from engine.data.folders import (
+    SPLIT_FOLDERS,
+    data_of_folder,
+    fetch_again,
+    image_tables,
+    is_image,
+    require_whole,
+    table_of_images,
+)
 from engine.data.hub_connection import offline_if_unreachable
+from engine.data.hub_files import HubFiles, download, find_hub_files, noted_hub_files, settings_not_read
 from engine.data.records import (
     UNPACKING_ERRORS,
     Origin,
@@ -78,7 +88,7 @@ def open_data_set(source: Source, *, skip_broken: bool, version: int) -> SourceR
         make_cache_folder(cache_folder() / "datasets")
         make_cache_folder(cache_folder() / "screened")
         if source.path is None:
-            return _open_hub(source)
+            return _open_hub(source, skip_broken)
         return _open_local(source, Path(source.path).expanduser(), skip_broken, version)
 
 
@@ -134,21 +144,40 @@ def _rows_of_files(
         chosen = SplitFiles(found, loads=table is not None, table=table)
     if source.unit not in (None, "line") and kinds != {"text"}:
         raise _unit_of_table(source)
-    if kinds == {"csv"}:
-        fingerprint = hash_text(fingerprint, "cells are text")
+    if not chosen.loads:
+        rows = _rows_of_texts(source, chosen, digests, fingerprint, reads, skip_broken)
+        return replace(rows, notices=[*notices, *rows.notices])
+    screened = _screened(source, chosen, digests, reads)
+    explain = partial(_unreadable, source, path, reads)
+    rows = _rows(source, _load_tables(source, path, chosen.files, contents), fingerprint, explain)
+    if chosen.table is not None:
+        rows = _with_origin(source, rows, chosen.files, chosen.table, [_tables_folder(contents)])
+    notices += [*chosen.notices, *rows.notices]
+    return replace(rows, left_out=[each for each in screened if each.dropped], notices=notices)
+
+
+def _screened(
+    source: Source, chosen: SplitFiles, digests: Mapping[Path, str], reads: dict[Path, Path]
+) -> list[Screened]:
+    """Leave out what is beyond the bounds. `reads` gets what is read in place of each file."""
     screened = screen(chosen.files, [digests[file] for file in chosen.files])
     reads |= {each.file: each.reads for each in screened}
     if any(each.dropped for each in screened) and not any(each.kept for each in screened):
         raise _nothing_left(source, screened)
+    return screened
+
+
+def _rows_of_texts(
+    source: Source, chosen: SplitFiles, digests: Mapping[Path, str], fingerprint: str, reads: dict[Path, Path],
+    skip_broken: bool,
+) -> SourceRows:  # fmt: skip
+    """Read JSON, CSV or text files row by row."""
+    if {LOADERS.get(suffix_of(file)) for file in chosen.files} == {"csv"}:
+        fingerprint = hash_text(fingerprint, "cells are text")
+    screened = _screened(source, chosen, digests, reads)
     kept = [digests[file] for file in chosen.files]
-    if chosen.loads:
-        explain = partial(_unreadable, source, path, reads)
-        rows = _rows(source, _load_tables(source, path, chosen.files, contents), fingerprint, explain)
-        if chosen.table is not None:
-            rows = _with_origin(source, rows, chosen.files, chosen.table, [_tables_folder(contents)])
-    else:
-        rows = _rows_one_by_one(source, screened, kept, fingerprint, chosen, skip_broken)
-    notices += [*chosen.notices, *rows.notices]
+    rows = _rows_one_by_one(source, screened, kept, fingerprint, chosen, skip_broken)
+    notices = [*chosen.notices, *rows.notices]
     return replace(rows, left_out=[each for each in screened if each.dropped], notices=notices)
 
 
@@ -213,8 +242,8 @@ def _files_of_split(source: Source, folder: Path, found: list[Path], kinds: set[
     """Return the files of a folder that its README, or its own and its files' names, give to the source's split. Raises
     DataError for a split or a configuration that it does not have."""
     base = split_name(source)
-    if csv_of_images(source, find_data_files_in(folder)) is not None:
-        return SplitFiles(found)
+    if metadata := table_of_images(source, find_data_files_in(folder)):
+        return SplitFiles([metadata])
     if kinds == {"text"} and base == "train" and not _has_split_folders(folder) and not _is_data_set_card(folder):
         return SplitFiles(found)
     read_from = _folder_to_read(folder, found)
@@ -227,8 +256,8 @@ def _files_of_split(source: Source, folder: Path, found: list[Path], kinds: set[
     if builder.name not in ("json", "csv", "text"):
         table = TABLES.get(builder.name)
         return SplitFiles([file for file in of_split[base] if file in set(found)], loads=True, table=table)
-    if getattr(builder.config, "field", None):
-        raise _field_of_json(source, builder.config.field)
+    if settings := settings_not_read(builder.config):
+        raise _settings_of_readme(source, builder, settings)
     separator = getattr(builder.config, "sep", ",")
     features = builder.config.features or builder.info.features
     chosen = [file for file in of_split[base] if file in set(found)]
@@ -238,10 +267,6 @@ def _files_of_split(source: Source, folder: Path, found: list[Path], kinds: set[
         classes=class_shapes(features),
         notices=_files_of_no_split(source, folder, found, of_split, builder.config.name),
     )
-
-
-SPLIT_FOLDERS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"}
-"""Names of folders whose files are of one split."""
 
 
 def _has_split_folders(folder: Path) -> bool:
@@ -317,11 +342,19 @@ def _no_such_split(source: Source, splits: Sequence[str]) -> DataError:
     )
 
 
-def _field_of_json(source: Source, name: str) -> DataError:
+def _settings_of_readme(source: Source, builder: Any, settings: Sequence[str]) -> DataError:
+    if settings == ["field"]:
+        name = builder.config.field
+        return DataError(
+            f"source {source.name}: according to the README of {source.path}, the rows are in the field {name} of its "
+            "files",
+            fix=f"write them as lines: jq -c '.{name}[]' FILE.json > rows.jsonl",
+        )
     return DataError(
-        f"source {source.name}: according to the README of {source.path}, the rows are in the field {name} of "
-        "its files",
-        fix=f"write them as lines: jq -c '.{name}[]' FILE.json > rows.jsonl",
+        f"source {source.name}: the README of {source.path} sets {', '.join(settings)} for its {builder.name.upper()} "
+        "files, which is not read",
+        expected="CSV in UTF-8 with column names in the first line and double quotes, or JSON Lines",
+        fix="convert the files, and remove these settings from the README",
     )
 
 
@@ -444,19 +477,19 @@ def _saved_files(path: Path, base: str) -> list[Path]:
     return [folder / each["filename"] for each in state["_data_files"]]
 
 
-def _open_hub(source: Source) -> SourceRows:
+def _open_hub(source: Source, skip_broken: bool) -> SourceRows:
     name = source.hub or ""
     try:
         with offline_if_unreachable():
-            data = datasets.load_dataset(
-                name, source.config, split=source.split, cache_dir=str(cache_folder() / "datasets")
-            )
+            data = _on_hub(source)
+            if isinstance(data, HubFiles):
+                return _rows_of_hub_files(source, data, skip_broken)
     except DatasetNotFoundError as error:
         raise DataError(
             f"source {source.name}: the hub has no data set {name}, or you have no access to it",
             fix="check the name; for a gated data set, accept its terms and run: hf auth login",
         ) from error
-    except (ConnectionError, HfHubHTTPError) as error:
+    except (ConnectionError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise EnvironmentProblem(
             f"source {source.name}: the hub cannot be reached for {name}: {_short(error)}",
             expected="a connection to the hub, or the data set in the cache",
@@ -473,6 +506,36 @@ def _open_hub(source: Source) -> SourceRows:
     rows = _rows(source, data, fingerprint, partial(_unreadable, source, Path(name), {}))
     require_texts(source, rows, data.info.builder_name)
     return rows
+
+
+def _on_hub(source: Source) -> Any:
+    """Return the files of a hub data set that are read row by row, else its table."""
+    name, cache = source.hub or "", str(cache_folder() / "datasets")
+    if constants.HF_HUB_OFFLINE:
+        noted = noted_hub_files(source)
+        return noted or datasets.load_dataset(name, source.config, split=source.split, cache_dir=cache)
+    builder = datasets.load_dataset_builder(name, source.config, cache_dir=cache)
+    if found := find_hub_files(source, builder):
+        return found
+    builder.download_and_prepare()
+    return builder.as_dataset(split=source.split)
+
+
+def _rows_of_hub_files(source: Source, found: HubFiles, skip_broken: bool) -> SourceRows:
+    base = split_name(source)
+    if base not in found.splits:
+        raise _no_such_split(source, list(found.splits))
+    files = download(source, found, base)
+    digests = dict(zip(files, map(hash_file, files), strict=True))
+    config = [source.config] if source.config else []
+    fingerprint = hash_text(hash_files(files, list(digests.values())), source.split, *config)
+    features = datasets.Features.from_dict(found.features) if found.features else None
+    chosen = SplitFiles(files, separator=found.separator, classes=class_shapes(features))
+    reads = {file: file for file in files}
+    try:
+        return _rows_of_texts(source, chosen, digests, fingerprint, reads, skip_broken)
+    except READ_ERRORS as error:
+        raise _unreadable(source, Path(source.hub or ""), reads, error) from error
 
 
 def require_texts(source: Source, rows: SourceRows, builder: str | None) -> None:

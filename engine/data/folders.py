@@ -13,6 +13,7 @@ from engine.config.files.data_files import COMPRESSION_SUFFIXES, LOADERS, suffix
 from engine.config.files.machine import path_of
 from engine.config.schema.data import Source
 from engine.data.json_rows import is_single_object, keys_of
+from engine.data.records import split_name
 from engine.errors import DataError
 
 ABOUT = ("readme", "license", "licence", "notice", "changelog", "citation", "contributing")
@@ -104,16 +105,32 @@ def is_image(file: Path) -> bool:
     return (mimetypes.guess_type(file.name)[0] or "").startswith("image/")
 
 
-def csv_of_images(source: Source, files: Sequence[Path]) -> Path | None:
-    """The CSV file of a folder of images; None if another table, or none, names them. Raises DataError for several: its
-    paths start from its own folder."""
-    found = [file for file in image_tables(files) if file.suffix == ".csv"]
-    if len(found) > 1:
+def table_of_images(source: Source, files: Sequence[Path]) -> Path | None:
+    """Return the CSV or JSON file of a folder of images that names those of the source's split; None if a table of
+    another kind names them, or one with several columns of images, or none. Raises DataError for several: the paths of
+    each start from its own folder."""
+    found = [file for file in image_tables(files) if file.suffix != ".parquet"]
+    if not found or source.config is not None or any(_names_several_images(file) for file in found):
+        return None
+    split = split_name(source)
+    of_split = [file for file in found if SPLIT_FOLDERS.get(file.parent.name.lower(), "train") == split]
+    if len(of_split) > 1:
         raise DataError(
-            f"source {source.name}: the folder {source.path} has {len(found)} files named {found[0].name}",
-            fix=f'add one source for each, such as path = "{found[0]}"',
+            f"source {source.name}: the folder {source.path} has {len(of_split)} files named {of_split[0].name}",
+            fix=f'add one source for each, such as path = "{of_split[0]}"',
         )
-    return found[0] if found else None
+    return of_split[0] if of_split else None
+
+
+SPLIT_FOLDERS = {
+    "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
+    "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+"""Names of folders whose files are of one split, and that split."""
+
+
+def _names_several_images(table: Path) -> bool:
+    return table.suffix == ".jsonl" and any(key.endswith(("_file_name", "_file_names")) for key in keys_of(table))
 
 
 def _stray_objects(tables: Sequence[Path]) -> list[Path]:

@@ -101,6 +101,18 @@ class KillableProcess:
         return True
 
 
+def problem_of(work: Callable[[Any], str], request: Any, doing: str, cpu_seconds: float) -> str:
+    """Return what `work(request)`, called once in a process of its own, finds wrong; "" for nothing. A process that
+    ended is a problem, too: `doing` is what took more than `cpu_seconds`, which `work` bounds, or failed."""
+    process = KillableProcess(work)
+    try:
+        return str(process.ask(request))
+    except ProcessEnded as error:
+        return f"{doing} takes more than {cpu_seconds:g} s" if error.signal == signal.SIGPROF else f"{doing}: {error}"
+    finally:
+        process.close()
+
+
 def _serve(connection: Connection, work: Callable[[Any], Any], idle_seconds: float | None) -> NoReturn:
     """Answer requests until the other side closes, or none comes for `idle_seconds`. An error of `work` ends the
     process."""

@@ -169,38 +169,43 @@ def prepare_data(
         own_counts, fingerprints = held.counts, fingerprints + held.fingerprints
     elif data.valid_fraction:
         validation = _view(found, held_out, None)
-    if validation is not None:
-        add_mismatched(validation, spec.recipe, in_steps=False)
     notices = [FIRST_VERSION_NOTICE] if spec.data_version == 1 else []
     notices += [f"{WARNING}{sentence}" for sentence in unused_variables(tokenizer, data.template_args)]
     notices += found.notices + [notice for notice in [balance_notice(train, spec.recipe)] if notice]
-    compared = [_Compared("train", train, found.rows)]
-    key = [*fingerprints, repr(data.valid_fraction), str(seed)]
+    compared, key = [_Compared("train", train, found.rows)], [*fingerprints, repr(data.valid_fraction), str(seed)]
     if validation is not None:
+        add_mismatched(validation, spec.recipe, in_steps=False)
         compared.append(_Compared("validation", validation, (held if own else found).rows))
-    scored = [source for source in spec.recipe.evaluate.sources if source.enabled] if for_report else []
-    if scored:
-        evaluated = _prepare_sources(spec, scored, tokeniser, "evaluation", notify)
-        view = _view(evaluated, np.arange(len(evaluated.columns)), None)
-        compared.append(_Compared("evaluation", view, evaluated.rows))
-        key += ["evaluation", *evaluated.fingerprints]
+    if for_report:
+        compared, key = _with_evaluation(spec, compared, key, tokeniser, notify)
     overlaps = find_overlap([(each.name, each.data) for each in compared], key) if len(compared) > 1 else []
     reasons = {reason for count in found.counts for reason in count.dropped}
     longest = int(train.lengths.max())
     cut = longest == data.max_length or any(reason.startswith(TOO_LONG) for reason in reasons)
-    targets = _most_targets(train, None if own else validation)
     lines = [overlap.line() for overlap in overlaps]
     warnings = [*(notice for notice in notices if notice.startswith(WARNING)), *lines]
     record_longest(
-        lengths, longest, _most_images(train, images), targets=targets, keeps_all=not cut and not data.packing,
-        warnings=warnings,
+        lengths, longest, _most_images(train, images), targets=_most_targets(train, None if own else validation),
+        keeps_all=not cut and not data.packing, warnings=warnings,
     )  # fmt: skip
     if own and validation is not None:
         record_longest(own_lengths, int(validation.lengths.max()), targets=_most_targets(validation))
     parts = [describe("train", train)] + ([describe("validation", validation)] if validation else [])
     report = DataReport(found.counts, own_counts, parts, notices, lines)
-    shown = _located(overlaps, compared) if for_report else []
-    return PreparedData(train, validation, report, _fingerprint(spec, sources, fingerprints), overlaps, shown)
+    fingerprint, shown = _fingerprint(spec, sources, fingerprints), _located(overlaps, compared) if for_report else []
+    return PreparedData(train, validation, report, fingerprint, overlaps, shown)
+
+
+def _with_evaluation(
+    spec: RunSpec, compared: list[_Compared], key: list[str], tokeniser: Tokeniser, notify: Notify
+) -> tuple[list[_Compared], list[str]]:
+    """Add the sources of evaluation to what is compared, and to the key of the result."""
+    sources = [source for source in spec.recipe.evaluate.sources if source.enabled]
+    if not sources:
+        return compared, key
+    found = _prepare_sources(spec, sources, tokeniser, "evaluation", notify)
+    part = _Compared("evaluation", _view(found, np.arange(len(found.columns)), None), found.rows)
+    return [*compared, part], [*key, "evaluation", *found.fingerprints]
 
 
 class _Compared(NamedTuple):

@@ -14,7 +14,7 @@ from engine.config.schema.data import IMAGE_FORMATS, PAIR_COLUMNS, PREFERENCE_FO
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import DATA_VERSION
 from engine.data.conversations import TURN_KEYS, TurnNames
-from engine.data.folders import csv_of_images
+from engine.data.folders import table_of_images
 from engine.data.formats import Format
 from engine.data.image_formats import BoxFormat
 from engine.data.preferences import NEEDS as UNPAIRED_NEEDS
@@ -266,7 +266,7 @@ def _image_root(source: Source) -> str | None:
     if source.image_root is not None or source.path is None:
         return source.image_root
     path = Path(source.path).expanduser()
-    table = csv_of_images(source, find_data_files_in(path)) if path.is_dir() else path
+    table = table_of_images(source, find_data_files_in(path)) if path.is_dir() else path
     return str(path if table is None else table.parent)
 
 

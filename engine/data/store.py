@@ -15,19 +15,19 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from engine.data.tokens import Columns, ImageColumns
 from engine.data.workers import COLUMN_DTYPES, Piece, SourceCount
 from engine.errors import EnvironmentProblem
+from engine.journal import files as journal_files
 
 HASH_BYTES = 16
 """Bytes of a fingerprint, which is written as 32 hex digits."""
@@ -78,18 +78,16 @@ def locked(entry: Path, notify: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a cache entry. If another process holds it, `notify` says so and this one waits without a limit;
     the operating system releases the lock of a killed process. Raises EnvironmentProblem: cache folder not writable."""
     make_cache_folder(entry.parent)
-    lock = FileLock(entry.with_name(entry.name + ".lock"))
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        notify("another process is preparing the same data; waiting for it")
-        lock.acquire()
-    except OSError as error:
-        raise _not_writable(entry.parent, error) from error
-    try:
+    path = entry.with_name(entry.name + ".lock")
+    with ExitStack() as held:
+        try:
+            held.enter_context(journal_files.locked(path, timeout_seconds=0.0))
+        except TimeoutError:
+            notify("another process is preparing the same data; waiting for it")
+            held.enter_context(journal_files.locked(path))
+        except OSError as error:
+            raise _not_writable(entry.parent, error) from error
         yield
-    finally:
-        lock.release()
 
 
 IMAGE_COLUMNS = ("counts", "heights", "widths", "digests")

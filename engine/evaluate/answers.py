@@ -147,7 +147,7 @@ def append_rows(path: Path | None, rows: list[dict[str, Any]]) -> None:
     """Append rows to a file, and wait until they are on the disk; nothing without a path. Raises OSError."""
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # the run's folder is not made again where it was moved
     with path.open("ab+") as file:
         torn = file.tell() and not _ends_with_newline(file.fileno(), file.tell())
         file.write(("\n" if torn else "").encode() + "".join(json.dumps(row) + "\n" for row in rows).encode("ascii"))

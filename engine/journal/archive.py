@@ -135,6 +135,9 @@ def _unpack_run(file: BinaryIO, source: Path, runs_dir: Path) -> RunDirectory:
             name, members = _checked(archive, source)
         draft.mkdir()
         for path, member in members:
+            for above in reversed(path.parents):  # not mkdir(parents=True): a draft that was moved is not made again
+                if above != PurePosixPath("."):
+                    (draft / above).mkdir(exist_ok=True)
             _unpack(archive, member, draft / path, source)
         for spec_file in [draft / RUN_TOML, *sorted(draft.glob(f"stages/*/{RUN_TOML}"))]:
             # Read as a stranger's: commands, trust in code and other limits are not taken over.
@@ -248,7 +251,6 @@ def _is_weight(path: PurePosixPath) -> bool:
 
 def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path, source: Path) -> None:
     """Write one member. zipfile reads no more than its stated size, which was checked, and compares its checksum."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     with _damage_is_refused(source):
         packed = archive.open(member)
     with packed, target.open("xb") as file:

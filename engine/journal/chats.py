@@ -38,7 +38,9 @@ def create_chat(runs_dir: Path, asked: dict[str, Any]) -> RunDirectory:
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     folder = runs_dir / CHATS / f"{stamp}-{secrets.token_hex(2)}"
     try:
-        with held_draft(folder) as draft:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(exist_ok=True)  # the folder of the runs is not made again where it was moved
+        with held_draft(folder, folder.parent) as draft:
             draft.mkdir()
             (draft / "control").mkdir()
             write_atomically(draft / CHAT_FILE, json.dumps(asked, indent=2) + "\n")

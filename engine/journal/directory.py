@@ -166,7 +166,11 @@ class HeldFolder:
         link = Path(f"/proc/self/fd/{self._folder}")
         if link.is_symlink() and _is_open_as(self._folder, link.readlink()):
             return link.readlink()
-        raise EnvironmentProblem(f"{self._what} {self._given} was removed while it was in use", fix=self._fix)
+        raise self.removed()
+
+    def removed(self) -> EnvironmentProblem:
+        """Return the error for a folder that was removed."""
+        return EnvironmentProblem(f"{self._what} {self._given} was removed while it was in use", fix=self._fix)
 
 
 class HeldRunDirectory(RunDirectory):

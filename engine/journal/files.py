@@ -12,7 +12,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -86,11 +86,13 @@ REMOVING_SECONDS = 2.0
 
 
 @contextmanager
-def making_drafts(folder: Path, remove: Callable[[bool], None]) -> Iterator[None]:
-    """Create `folder`, and call `remove` to remove what killed processes left of drafts there; its argument says
-    whether no other process makes one now. Inside the block, no other process removes those of this one: the lock on
-    the folder ends with the process, however long that is stopped and whatever the clock says. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+def making_drafts(folder: Path, remove: Callable[[bool], None], within: Path | None = None) -> Iterator[None]:
+    """Create `folder`, but not `within`, which is missing where it was moved; and call `remove` to remove what killed
+    processes left of drafts there; its argument says whether no other process makes one now. Inside the block, no other
+    process removes those of this one: the lock on the folder ends with the process, however long that is stopped and
+    whatever the clock says. Raises OSError."""
+    if folder != within:
+        folder.mkdir(parents=within is None, exist_ok=True)
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         remove(_locked(opened, fcntl.LOCK_EX))
@@ -115,16 +117,18 @@ DRAFT_SUFFIX = ".draft"
 
 
 @contextmanager
-def held_draft(target: Path) -> Iterator[Path]:
+def held_draft(target: Path, within: Path | None = None) -> Iterator[Path]:
     """Yield a path next to `target` for a file or folder in the making, `.NAME-HEX.draft`, which the caller renames to
-    `target`; what is left there when the block ends is removed. Raises OSError."""
+    `target`; what is left there when the block ends is removed. `within`: the folder of `target`, or the one above it,
+    if it must be there already. Raises OSError."""
 
     def remove_killed(alone: bool) -> None:
         for draft in target.parent.glob(f".*{DRAFT_SUFFIX}") if alone else ():
             _remove(draft)
 
-    with making_drafts(target.parent, remove_killed):
+    with making_drafts(target.parent, remove_killed, within):
         draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}{DRAFT_SUFFIX}")
+        before = {parent: parent.stat().st_ino for parent in target.absolute().parents}
         try:
             yield draft
         except Exception as error:  # raised again: safetensors reports a full disk in words alone
@@ -134,6 +138,17 @@ def held_draft(target: Path) -> Iterator[Path]:
             raise failed from error
         finally:
             _remove(draft)
+            remove_new_parents(before)
+
+
+def remove_new_parents(before: Mapping[Path, int]) -> None:
+    """Remove empty folders that a library made in place of those that were moved away; `before` has the inodes,
+    innermost first."""
+    with suppress(OSError):  # one is not empty, or is gone: those above it stay
+        for parent, inode in before.items():
+            if parent.stat().st_ino == inode:
+                return
+            parent.rmdir()
 
 
 def _remove(path: Path) -> None:
@@ -208,8 +223,58 @@ _WITH_NAN = json.JSONDecoder(parse_int=_bounded_whole)
 def locked(path: Path, *, timeout_seconds: float = -1.0) -> Iterator[None]:
     """Hold the lock file `path` inside the block; a negative timeout waits without a limit. The kernel releases the
     lock when the process ends for any reason; forked children do not hold it. Raises TimeoutError, or other OSErrors if
-    the file cannot be locked."""
-    from filelock import FileLock  # imported here: it takes longer than most commands that never lock
-
-    with FileLock(path, timeout=timeout_seconds, poll_interval=0.05, thread_local=False):
+    the file cannot be locked or its folder is missing, which is not made."""
+    descriptor = _lock_file(path, math.inf if timeout_seconds < 0 else time.monotonic() + timeout_seconds)
+    _own_locks.add(descriptor)
+    try:
         yield
+    finally:
+        if descriptor in _own_locks:  # else this is a fork, which has closed it
+            _own_locks.discard(descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+LOCK_POLL_SECONDS = 0.05
+
+_own_locks: set[int] = set()
+"""The open lock files of this process."""
+
+
+def _close_own_locks() -> None:
+    while _own_locks:
+        os.close(_own_locks.pop())
+
+
+os.register_at_fork(after_in_child=_close_own_locks)
+
+
+def _lock_file(path: Path, until: float) -> int:
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # followed where it is moved meanwhile
+    try:
+        while (descriptor := _lock_now(path.name, folder)) is None:
+            if time.monotonic() >= until:
+                raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), str(path))
+            time.sleep(LOCK_POLL_SECONDS)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(folder)
+    return descriptor
+
+
+def _lock_now(name: str, folder: int) -> int | None:
+    """Open and lock a file of an open folder; return its descriptor, None if another process has the lock."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(name, flags, 0o666, dir_fd=folder)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            os.close(descriptor)
+            raise
+    os.close(descriptor)  # another process has the lock, or has removed the file
+    return None

@@ -184,11 +184,12 @@ def _run_lock(directory: RunDirectory, *, timeout_seconds: float = 1.0) -> Itera
             expected="one engine per run",
             fix=_way_past_engine(directory),
         ) from error
-    except (OSError, NotImplementedError) as error:
-        if isinstance(error, OSError) and error.errno not in NO_FILE_LOCKS:
+    except OSError as error:
+        if error.errno not in NO_FILE_LOCKS:
             raise  # The lock file cannot be opened, which is as true of anything else in this folder.
         raise EnvironmentProblem(
-            f"{directory.lock} cannot be locked: {error}", fix="put the runs on a file system that supports file locks"
+            f"{directory.lock} cannot be locked: {error.strerror}",
+            fix="put the runs on a file system that supports file locks",
         ) from error
     with lock:
         yield

@@ -20,6 +20,9 @@ from engine.journal.files import locked, read_table, remove_drafts, write_atomic
 from engine.journal.folder_summaries import FolderSummaries
 from engine.journal.liveness import ProcessIdentity, is_alive, parse_identity
 
+ORDER = "order.json"
+"""The file with the order of the queue, in its folder."""
+
 
 @dataclass
 class QueueState:
@@ -75,6 +78,12 @@ class Queue:
         if state.worker is not None and not is_alive(state.worker):
             state.worker = None
         return state
+
+    def require_order(self) -> None:
+        """Raise EnvironmentProblem if the queue is held and the file with its order is gone, which goes only with its
+        folder: while a folder is being removed, the queue in it looks empty."""
+        if isinstance(self._place, HeldFolder) and not (self.folder / ORDER).exists():
+            raise self._place.removed()
 
     def add(self, *directories: RunDirectory, first: bool = False) -> QueueState:
         """Put runs at the end, or at the front, in their order. Raises UsageError if one is in another folder or has
@@ -170,7 +179,7 @@ class Queue:
             )
 
     def _load(self) -> QueueState:
-        path = self.folder / "order.json"
+        path = self.folder / ORDER
         try:
             return _parse(read_table(path))
         except FileNotFoundError:
@@ -201,8 +210,8 @@ class Queue:
             "waiting": state.waiting, "current": state.current, "worker": worker, "limited_to": state.limited_to
         }  # fmt: skip
         try:
-            write_atomically(self.folder / "order.json", json.dumps(content, indent=2) + "\n")
-            remove_drafts(self.folder / "order.json")
+            write_atomically(self.folder / ORDER, json.dumps(content, indent=2) + "\n")
+            remove_drafts(self.folder / ORDER)
         except OSError as error:
             raise self._not_written(error) from error
 

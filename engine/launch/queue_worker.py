@@ -90,12 +90,13 @@ def follow_queue(queue: Queue, pid: int, waiting: Sequence[str], *, only: bool =
     """Yields (sentence, 0) when a run starts, and (sentence, the run's exit code) when it ends, until the worker ends;
     (sentence, 1) at last if that was killed or could not go on. `waiting`: the runs that waited before the worker was
     started; `only` them are followed, until all have ended. Raises EnvironmentProblem if the queue is held and its
-    folder was removed."""
+    folder was removed or is being removed."""
     known, current = list(waiting), None
     alive = True
     while alive and known:
         alive = identify(pid) is not None  # looked at before reading, so that nothing written before its end is missed
         state = queue.read()
+        queue.require_order()
         if only and state.current not in known:
             state.current = None
         elif not only:

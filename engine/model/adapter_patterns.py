@@ -7,7 +7,6 @@ matched with all names in a process that can be ended.
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from peft import PeftConfig
 from torch import nn
 
 from engine.config.files.text import quoted
-from engine.data.killable import KillableProcess, ProcessEnded, bounded
+from engine.data.killable import bounded, problem_of
 from engine.errors import UsageError
 
 CPU_SECONDS, MEMORY_BYTES = 10.0, 512 << 20
@@ -34,14 +33,8 @@ def require_bounded_patterns(model: nn.Module, config: PeftConfig, adapter: str)
     if len(patterns) <= MOST_PLAIN and all(PLAIN.fullmatch(pattern) for _, pattern in patterns):
         return
     names = [name for name, _ in model.named_modules()]
-    process = KillableProcess(_match_all)
-    try:
-        problem = process.ask((patterns, names))
-    except ProcessEnded as error:
-        ended = f"takes more than {CPU_SECONDS:g} s" if error.signal == signal.SIGPROF else f"fails: it {error}"
-        problem = f"matching its patterns with the names of the modules {ended}"
-    finally:
-        process.close()
+    doing = "matching its patterns with the names of the modules"
+    problem = problem_of(_match_all, (patterns, names), doing, CPU_SECONDS)
     if problem:
         raise UsageError(
             f"{adapter}: {problem}",

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.data.killable import KillableProcess, ProcessEnded, bounded
+from engine.data.killable import bounded, problem_of
 from engine.errors import UsageError
 
 CPU_SECONDS, MEMORY_BYTES = 5.0, 1 << 30
@@ -39,17 +38,11 @@ def require_bounded_expressions(tokenizer: PreTrainedTokenizerBase, source: str)
     expressions = sorted({text for part in parts for text in _expressions(json.loads(part.__getstate__()))})
     if not expressions:
         return
-    process = KillableProcess(lambda texts: _try_all(parts, texts))
-    try:
-        problem = process.ask(_texts("".join(expressions)))
-    except ProcessEnded as error:
-        ended = f"take more than {CPU_SECONDS:g} s" if error.signal == signal.SIGPROF else f"fail: the process {error}"
-        problem = f"{ended} on texts of repeated characters"
-    finally:
-        process.close()
+    doing = "trying its regular expressions on texts of repeated characters"
+    problem = problem_of(lambda texts: _try_all(parts, texts), _texts("".join(expressions)), doing, CPU_SECONDS)
     if problem:
         raise UsageError(
-            f"tokenizer.json of {source}: its regular expressions {problem}",
+            f"tokenizer.json of {source}: {problem}",
             expected="expressions that split a text in time proportional to its length",
             fix="use the tokenizer of the model's original author: set model.tokenizer",
         )
@@ -85,5 +78,5 @@ def _try_all(parts: list[Any], texts: list[str]) -> str:
                 try:
                     part.normalize_str(text) if hasattr(part, "normalize_str") else part.pre_tokenize_str(text)
                 except BaseException as error:  # noqa: BLE001  (a panic of the library is no Exception)
-                    return f"fail on the text {text[:8]!r}…: {str(error)[:100]}"
+                    return f"its regular expressions fail on the text {text[:8]!r}…: {str(error)[:100]}"
     return ""

@@ -18,11 +18,13 @@ import torch
 from PIL import Image
 
 from engine.commands.data import _as_cells, in_half_blocks, in_letters
+from engine.config.schema.data import Source
 from engine.config.schema.run import RunSpec
 from engine.data.batch import collate
 from engine.data.image_formats import boxes_as_text
 from engine.data.images import TOO_MANY_PIXELS, UNREADABLE, decoded
 from engine.data.prepare import PreparedData, prepare_data
+from engine.data.sources import open_rows
 from engine.data.tokens import IGNORED
 from engine.errors import DataError
 from engine.model.tokenizer import load_image_processor, load_tokenizer
@@ -332,6 +334,26 @@ def test_a_folder_of_images_is_read_by_its_metadata(qwen: Path, tmp_path: Path, 
     tokenizer = load_tokenizer(spec_for(qwen, source).recipe.model)
     answers = [str(tokenizer.decode(found.train.split_question(row)[1], skip_special_tokens=True)) for row in range(3)]
     assert [answer.strip() for answer in answers] == ["000", "001", "002"]
+
+
+def test_metadata_of_images_are_read_as_json_and_by_split(qwen: Path, tmp_path: Path) -> None:
+    folder, answers = tmp_path / "scans", {"train": ["2021-03-05", "1.0"], "test": ["2022-01-01", "7"]}
+    for split, texts in answers.items():
+        (folder / split).mkdir(parents=True)
+        pictures(folder / split, (56, 56), (84, 56))
+        rows = [{"file_name": f"{number}.png", "prompt": "Which?", "completion": text, "facts": {text: number}}
+                for number, text in enumerate(texts)]  # fmt: skip
+        (folder / split / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for split, texts in answers.items():
+        source = {"name": "scans", "path": str(folder), "split": split, "format": "image-chat"}
+        found = open_rows(Source.model_validate(source), seed=0)
+        (first, second) = found.rows(0, 2)
+        assert [(row["completion"], row["facts"]) for row in (first, second) if isinstance(row, dict)] == [
+            (texts[0], {texts[0]: 0}), (texts[1], {texts[1]: 1})
+        ]  # fmt: skip
+        assert prepared(qwen, source).train.patches is not None
+    with pytest.raises(DataError, match="has no split validation"):
+        open_rows(Source.model_validate({**source, "split": "validation"}), seed=0)
 
 
 def test_images_that_a_format_leaves_out_are_told(qwen: Path, tmp_path: Path) -> None:

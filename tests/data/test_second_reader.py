@@ -24,7 +24,6 @@ from engine.data.prepare import prepare_data
 from engine.data.records import Dropped, SourceRows
 from engine.data.second_reader import compare_rows
 from engine.data.sources import open_rows
-from engine.data.tokens import IGNORED
 from engine.errors import DataError
 from tests.data.specs import run_spec, tokenizer
 
@@ -144,17 +143,6 @@ def test_rows_of_a_table_are_those_that_were_written(kind: str, rows: list[dict[
         got, wanted = (json.dumps(each, sort_keys=True) for each in (read(found), rows))  # a table has an order of keys
         assert got == wanted
         assert compare_rows(found, "s") == len(rows)
-
-
-@pytest.mark.parametrize("kind", [*JSON_KINDS, *TABLE_KINDS, "csv"])
-def test_what_is_learned_is_what_a_plain_reader_returns(kind: str, tmp_path: Path) -> None:
-    """Token for token."""
-    answers = ["2021-03-05", "007", "1.10", "NA", "x\u2028y", "a\r\nb", "2021-03-05T10:00:00Z", 'say "no"', " 1e5 "]
-    rows = [{"prompt": f"p{number}", "completion": answer} for number, answer in enumerate(answers)]
-    path = written(tmp_path, kind, rows)
-    made, spec = tokenizer(), run_spec({"sources": [{"name": "s", "path": str(path), "template": "none"}]})
-    learned = [sample.input_ids[sample.labels != IGNORED].tolist() for sample in prepare_data(spec, made).train]
-    assert learned == [[*made(answer, add_special_tokens=False)["input_ids"], made.eos_token_id] for answer in answers]
 
 
 ROWS = [{"prompt": f"p{number}", "completion": {"date": f"2021-03-{number % 28 + 1:02}"}} for number in range(1500)]

@@ -187,8 +187,10 @@ def waits(place: Place, run: RunDirectory) -> bool:
     return run.name in Queue(place.runs).read().waiting
 
 
-def complaints(place: Place, scenario: Scenario, fault: str, reference: Result) -> list[str]:
-    """What is wrong after a fault, in words."""
+def complaints(
+    place: Place, scenario: Scenario, fault: str, reference: Result, *, is_other: bool = False
+) -> list[str]:  # fmt: skip
+    """What is wrong after a fault, in words. `is_other`: the command wrote into a new runs folder, which is gone."""
     wrong = []
     for ended in place.ended:
         if "Traceback" in ended.err or "Traceback" in ended.out or "unexpected" in ended.err:
@@ -197,7 +199,7 @@ def complaints(place: Place, scenario: Scenario, fault: str, reference: Result) 
             wrong.append(f"{ended.words[0]} ends with {ended.code} and no fix: {(ended.out + ended.err)[-600:]!r}")
         elif ended.code and fault.startswith("clock"):
             wrong.append(f"{ended.words[0]} ends with {ended.code}: {ended.err[-600:]}")
-    wrong += untrue(place, scenario, fault, reference)
+    wrong += [] if is_other else untrue(place, scenario, fault, reference)
     for run in place.found():
         unsound = [each for each in find_checkpoints(run.checkpoints) if damage(each)]
         wrong += [f"{run.name}: {each.path.name} {damage(each)}" for each in unsound]
@@ -345,7 +347,7 @@ def complaints_at(place: Place, scenario: Scenario, disk: FailingDisk, point: Po
     root = (place.folder / scenario.root).resolve()
     with disk.failing(root, point.number, FAULTS[point.fault], jump_seconds=jump, moved=moved), watching as seen:
         scenario.disturbed(place)
-    wrong = list(seen)
+    wrong, is_other = list(seen), False
     if moved is not None and moved[1].exists():
         is_other = point.fault == "runs moved" and disk.what == f"mkdir {place.runs}"
         wrong += incomplete(place, scenario, reference) if is_other else []
@@ -353,7 +355,7 @@ def complaints_at(place: Place, scenario: Scenario, disk: FailingDisk, point: Po
     if not scenario.profile:  # a launcher of ranks needs its time to start them again
         let_time_pass(place)
     let_drafts_age(place)
-    return wrong + complaints(place, scenario, point.fault, reference)
+    return wrong + complaints(place, scenario, point.fault, reference, is_other=is_other)
 
 
 def incomplete(place: Place, scenario: Scenario, reference: Result) -> list[str]:

@@ -114,11 +114,18 @@ SAVED = "conversations.jsonl"
 def chat(place: Place) -> None:
     """Ask two questions and keep the answers, in the chat that was begun or a new one."""
     chats = list_chats(place.runs)
+    until(lambda: all(map(is_settled, chats)))
     answered = [exchange.question for exchange in read_chat(chats[0]).exchanges if answers(exchange)] if chats else []
     lines = [*(question for question in QUESTIONS if question not in answered), f"/save {SAVED}", "/quit"]
     targets = ("--attach", chats[0].name) if chats else ("last", "--set", "generate.max_new_tokens=24")
     place.call("chat", *targets, text="\n".join(lines) + "\n")
     wait_for_chats(place)
+
+
+def is_settled(directory: RunDirectory) -> bool:
+    """Whether a chat has answered what it was asked, or will not; who asks meanwhile asks a second time."""
+    is_answered = all(map(answers, read_chat(directory).exchanges)) and not any(directory.control.glob("*.json"))
+    return is_answered or not is_answering(directory)
 
 
 def left_chat(place: Place) -> None:

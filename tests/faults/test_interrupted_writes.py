@@ -14,9 +14,10 @@ import pytest
 from engine.errors import disk_problem
 from engine.journal.checkpoints_on_disk import damage, find_checkpoints
 from engine.journal.directory import RunDirectory
+from engine.journal.files import locked
 from engine.train.run.checkpoint_files import place_result, prune, write_checkpoint
 from engine.train.run.main import _forget_attempt
-from tests.faults.failing_disk import preload
+from tests.faults.failing_disk import MOVE, preload
 
 
 def fill(draft: Path) -> None:
@@ -89,6 +90,28 @@ def test_a_run_moved_while_a_checkpoint_is_written_leaves_nothing_at_its_old_pla
         write_checkpoint(folder, 2, move)
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
     assert find_checkpoints(tmp_path / "elsewhere" / "one" / "checkpoints") == []
+
+
+def test_a_lock_stays_with_its_folder_and_makes_none(tmp_path: Path) -> None:
+    before, moved = tmp_path / "before", tmp_path / "moved"
+    before.mkdir()
+    with locked(before / "lock"):
+        before.rename(moved)
+        with pytest.raises(TimeoutError), locked(moved / "lock", timeout_seconds=0.0):
+            pass
+    with pytest.raises(FileNotFoundError), locked(before / "lock"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+
+
+def test_a_lock_whose_folder_is_moved_at_its_first_change_is_in_the_moved_one(tmp_path: Path) -> None:
+    before, moved = tmp_path / "runs", tmp_path / "moved"
+    before.mkdir()
+    disk, lines = preload(tmp_path), "import sys, pathlib; from engine.journal.files import locked\n"
+    lines += "with locked(pathlib.Path(sys.argv[1], 'lock')): pass"
+    with disk.failing(before, 1, MOVE, moved=(before, moved)):
+        subprocess.run([sys.executable, "-P", "-c", lines, str(before)], check=True)
+    assert disk.what and not before.exists() and [path.name for path in moved.iterdir()] == ["lock"]
 
 
 def test_a_record_of_the_best_that_was_not_finished_is_removed(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ ROWS = {
     "data/dataset_files:_no_such_split: add --set": Row(
         own_files, DATA + at("data.sources.main.split", "test"), DATA + at("data.sources.main.split", "train"),
     ),
-    "data/folders:csv_of_images": Row(
+    "data/folders:table_of_images": Row(
         two_tables_of_images, DATA + at("data.sources.main.path", "pictures"),
         DATA + at("data.sources.main.path", "pictures/train/metadata.csv"),
     ),

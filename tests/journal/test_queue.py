@@ -260,6 +260,14 @@ def test_a_worker_that_was_killed_is_told_and_one_that_was_stopped_is_not(
     assert all(f"process {worker.pid}" in text and "tunedeck queue start" in text for text, _ in told)
 
 
+def test_a_queue_whose_folder_is_being_removed_is_not_taken_for_an_empty_one(three: tuple[Queue, list[str]]) -> None:
+    """`rm -r` may remove the order first, and the runs and their folder after it."""
+    queue, names = three
+    (queue.folder / "order.json").unlink()
+    with pytest.raises(EnvironmentProblem, match=r"the runs folder .* was removed"):
+        list(queue_worker.follow_queue(Queue.held(queue.runs_dir), os.getpid(), names))
+
+
 def test_a_run_whose_engine_is_gone_without_a_word_is_no_running_one(three: tuple[Queue, list[str]]) -> None:
     """Its engine could not open a file of the run; the others were removed from the queue, or started by hand."""
     queue, names = three

@@ -48,7 +48,7 @@ def test_an_expression_that_does_not_end_is_an_error(tmp_path: Path, expression:
 
 def test_one_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_patterns, "CPU_SECONDS", 0.01)
-    with pytest.raises(UsageError, match="take more than"):
+    with pytest.raises(UsageError, match="takes more than"):
         load(save(tmp_path, pre_tokenizer=pre_tokenizers.Split(Regex(IN_USE[0]), "isolated")))
 
 

@@ -6,6 +6,7 @@ are its child processes, so the console must poll them: otherwise an ended engin
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,13 @@ from engine.launch.process import engine_died, log_tail, start_engine
 def running_runs(runs_dir: Path) -> list[str]:
     """Names of the runs in a folder whose engine process is alive. These runs continue when the user leaves the
     console."""
-    return [directory.name for directory in list_runs(runs_dir) if running_engine(directory) is not None]
+    return [directory.name for directory in list_runs(runs_dir) if has_engine(directory)]
+
+
+def has_engine(directory: RunDirectory) -> bool:
+    """Return whether the engine process of a run is alive."""
+    # Most runs have ended, and have no record of an engine. Joined as texts: hundreds are looked at every few seconds.
+    return os.path.exists(f"{directory.path}/{directory.engine.name}") and running_engine(directory) is not None
 
 
 @dataclass(frozen=True)

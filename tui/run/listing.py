@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -31,8 +31,9 @@ RELIST_SECONDS = 1.0
 WRITE_SECONDS = 60.0
 """Summaries are kept for later consoles no more often than this."""
 
-RESCAN_SECONDS = 30.0
-"""A folder is listed in full again after this: a run.toml may have been removed, or its folder replaced."""
+LISTED_IN_TURN = 50
+"""Names of a folder that are looked at again whenever it is listed: a run.toml may have been removed, or its folder
+replaced."""
 
 SETTLED_NS = 2 * 10**9
 """Age from which on a folder's time changes with every later change, whatever the clock of its file system."""
@@ -91,14 +92,14 @@ class RunList:
         self.read_error = ""
         """Why the folder cannot be listed; empty when it can."""
         self.version = 0
-        """Changes whenever an entry is read, or the list changes."""
+        """Changes whenever an entry or the list changes."""
         self._turn = 0
         """Of the runs that are looked at in turn, the first at the next refresh."""
 
     @classmethod
     def of_folder(cls, runs_dir: Path) -> RunList:
         """A list of all runs in one folder."""
-        return cls(_Folder(runs_dir).runs, FolderSummaries(runs_dir))
+        return cls(RunFolder(runs_dir).runs, FolderSummaries(runs_dir))
 
     @property
     def entries(self) -> list[RunEntry]:
@@ -172,8 +173,7 @@ class RunList:
         yield from (entry for entry in unread if entry.is_started)
 
     def _read(self, entry: RunEntry, seconds: float) -> bool:
-        self.version += 1
-        before, stamp = (entry.summary, entry.read_error), file_stamp(entry.directory)
+        before, stamp = (entry.summary, entry.read_error, entry.labels), file_stamp(entry.directory)
         is_started, entry.is_started = entry.is_started, True
         known = self._kept.known(entry.directory) if self._kept is not None and not is_started else None
         try:
@@ -188,45 +188,64 @@ class RunList:
         except OSError as error:
             entry.read_error = f"cannot be read: {error.strerror or error}"
         entry.stamp = stamp
-        return (entry.summary, entry.read_error) != before
+        has_changed = (entry.summary, entry.read_error, entry.labels) != before
+        self.version += has_changed
+        return has_changed
 
 
-class _Folder:
-    """The runs of a folder. Where it has changed, only its names are listed, and new runs are put among the others."""
+class RunFolder:
+    """Lists the runs of a folder. Where it has changed, names are listed, and new runs are put among the others."""
 
     def __init__(self, runs_dir: Path) -> None:
-        self._runs_dir, self._listed_at = runs_dir, -inf
+        self._runs_dir = runs_dir
         self._stamp: tuple[int, int] | None = None
         self._known: dict[str, tuple[tuple[str, int], RunDirectory]] = {}
         """By name, newest first: what it is sorted by, and the run."""
+        self._others: list[str] = []
+        """The names that are not runs."""
+        self._turn = 0
+        """The index of the next name to check again."""
 
     def runs(self) -> list[RunDirectory]:
-        """Return what `list_runs` returns."""
+        """Return what `list_runs` returns; an old run of which run.toml was removed is noticed later."""
         try:
             found = os.stat(self._runs_dir)
         except OSError:
-            self._stamp, self._known = None, {}
+            self._stamp, self._known, self._others = None, {}, []
             return list_runs(self._runs_dir)
-        if time.monotonic() - self._listed_at > RESCAN_SECONDS:
-            self._listed_at, listed = time.monotonic(), list_runs(self._runs_dir)
-            self._known = {run.name: (start_order(run), self._same(run)) for run in listed}
-        elif (found.st_mtime_ns, found.st_ino) != self._stamp:
-            self._take_changes()
+        names = [*self._known, *self._others]
+        again = names[self._turn : self._turn + LISTED_IN_TURN]
+        self._turn = self._turn + len(again) if self._turn + len(again) < len(names) else 0
+        if (found.st_mtime_ns, found.st_ino) != self._stamp:
+            with os.scandir(self._runs_dir) as entries:
+                there = {entry.name for entry in entries if not entry.name.startswith(".")}
+            self._leave_out(self._known.keys() - there)
+            self._others = [name for name in there if name not in self._known]
+            again = [name for name in again if name in self._known] + self._others
+        self._look_at(again)
         settled = time.time_ns() - found.st_mtime_ns > SETTLED_NS
         self._stamp = (found.st_mtime_ns, found.st_ino) if settled else None
         return [run for _, run in self._known.values()]
 
-    def _same(self, run: RunDirectory) -> RunDirectory:
-        return self._known[run.name][1] if run.name in self._known else run
+    def _leave_out(self, names: Collection[str]) -> None:
+        if names:
+            self._known = {name: row for name, row in self._known.items() if name not in names}
 
-    def _take_changes(self) -> None:
-        with os.scandir(self._runs_dir) as entries:
-            names = {entry.name for entry in entries if not entry.name.startswith(".")}
-        made = [RunDirectory((self._runs_dir / name).absolute()) for name in names - self._known.keys()]
-        rows = [(name, row) for name, row in self._known.items() if name in names]
-        rows += [(run.name, (start_order(run), run)) for run in made if run.exists()]
-        if made or len(rows) != len(self._known):
-            self._known = dict(sorted(rows, key=lambda row: row[1][0], reverse=True))
+    def _look_at(self, names: Iterable[str]) -> None:
+        """Find what is a run, and what is one no longer, among the names of the folder."""
+        changed: dict[str, tuple[tuple[str, int], RunDirectory]] = {}
+        for name in names:
+            known = self._known.get(name)
+            run = known[1] if known else RunDirectory((self._runs_dir / name).absolute())
+            if not run.exists():
+                self._leave_out({name} & self._known.keys())
+                self._others += [] if name in self._others else [name]
+            elif known is None or known[0] != start_order(run):
+                changed[name] = start_order(run), run
+        if changed:
+            rows = {**self._known, **changed}
+            self._known = dict(sorted(rows.items(), key=lambda row: row[1][0], reverse=True))
+            self._others = [name for name in self._others if name not in changed]
 
 
 def changed_settings(overrides: Iterable[str]) -> str:

@@ -169,6 +169,8 @@ class RunTree:
                 yield TreeRow(f"{parent}/{name}", name, depth=depth, state=state, parent=parent)
 
     def _opened_stages(self) -> list[RunDirectory]:
+        if not self._open:
+            return []
         opened = [entry.directory for entry in self.runs.entries if str(entry.directory.path) in self._open]
         return [stage for run in opened for stage in stage_directories(run)]
 

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from engine.config.files.find import BUILTIN_PREFIX, RUN_PREFIX
 from engine.config.files.machine import path_of
@@ -73,12 +74,19 @@ def has_adapter(snapshot: Path) -> bool:
 
 
 def has_data_set(name: str, config: str | None = None) -> bool:
-    """Whether `datasets` has prepared this data set here before: only then it opens the set without a connection."""
+    """Whether this data set was read here before: only then it opens without a connection."""
+    if data_set_note(name, config).is_file():
+        return True
     owner, slash, stem = name.rpartition("/")
     snake = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", stem)).lower()
     prepared = cache_folder() / "datasets" / (f"{owner}___{snake}" if slash else snake)
     pattern = f"{config or '*'}/*/*"
     return any(found.is_dir() and found.suffix != ".incomplete" for found in prepared.glob(pattern))
+
+
+def data_set_note(name: str, config: str | None) -> Path:
+    """The file that names the JSON or CSV files of a hub data set."""
+    return cache_folder() / "datasets" / f"{name.replace('/', '___')}@{quote(config or '', safe='')}.json"
 
 
 def _hub_cache() -> str:

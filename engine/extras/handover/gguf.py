@@ -57,13 +57,13 @@ def find_converter(given: Path | None) -> list[str]:
 
 
 def convert(converter: list[str], model: Path, target: Path, kind: str) -> None:
-    """Write `target` from the model in `model`. It appears complete or not at all. Raises EnvironmentProblem with the
-    last lines of a converter that fails."""
+    """Write `target`, whose folder is there, from the model in `model`. It appears complete or not at all. Raises
+    EnvironmentProblem with the last lines of a converter that fails."""
     first = kind if kind in CONVERTED else "f16"
-    with held_draft(target) as draft:
+    with held_draft(target, target.parent) as draft:
         _run([*converter, str(model), "--outfile", str(draft), "--outtype", first])
         if first != kind:
-            with held_draft(target) as whole:
+            with held_draft(target, target.parent) as whole:
                 draft.rename(whole)
                 _run([QUANTIZER, str(whole), str(draft), kind])
         draft.rename(target)

@@ -148,7 +148,8 @@ def merge(
         notify(f"the merged model is not compared with the 4-bit base, because bitsandbytes is missing: {fix}")
         bases = PLAIN
     try:
-        with held_draft(target) as draft:
+        own = adapter.parent  # the run, which is not made again where it was moved meanwhile
+        with held_draft(target, own if own in target.parents[:2] else None) as draft:
             _require_space(base, target.parent)
             device = CpuDevice(host_memory_bytes())
             source = _Source(adapter, base, revision, trust_remote_code)
@@ -208,6 +209,8 @@ def _merge(source: _Source, draft: Path, bases: Bases, notify: Notify) -> None:
     merged.save_pretrained(draft, max_shard_size=SHARD_SIZE)
     tokenizer.save_pretrained(draft)
     save_generation_config(draft, merged.generation_config, tokenizer)
+    if not source.adapter.is_dir():  # the libraries would take the path for a name on the hub
+        raise FileNotFoundError(errno.ENOENT, "it was moved while it was merged", str(source.adapter))
     for path in processor_files(str(source.adapter), None) or processor_files(source.base, source.revision):
         shutil.copyfile(path, draft / path.name)
     said = sentence_on(complete_result(draft, source.base, source.revision, merged))

@@ -121,6 +121,11 @@ def _recorded(record: Path) -> str | None:
         return None
 
 
+def _make_folder(out: Path, result: Result) -> None:
+    """Create the folder for the files, but not the run's, which is missing where it was moved."""
+    out.mkdir(parents=out.parent != result.folder.parent, exist_ok=True)
+
+
 def _serve(result: Result, order: Order, model: Path | None, done: Handover, notify: Notify, *, check: bool) -> None:
     words = server_words(order.consumer, result, model)
     done.line = shlex.join(words)
@@ -128,14 +133,14 @@ def _serve(result: Result, order: Order, model: Path | None, done: Handover, not
         return
     require_program(words, order.consumer)
     reference = make_reference(result, trust_remote_code=order.trust_remote_code)
-    order.out.mkdir(parents=True, exist_ok=True)
+    _make_folder(order.out, result)
     log = order.out / f"{order.consumer}.log"
     answers = ask_server(words, model_name(order.consumer, result, model), reference.prompts, log, notify)
     _judge(done, reference.judge(answers))
 
 
 def _write_gguf(result: Result, order: Order, model: Path, done: Handover, notify: Notify, *, check: bool) -> None:
-    order.out.mkdir(parents=True, exist_ok=True)
+    _make_folder(order.out, result)
     gguf = order.out / f"{result.name}-{order.outtype}.gguf"
     if order.consumer == "ollama":
         # Before the conversion, which may need a converter that is not there yet.

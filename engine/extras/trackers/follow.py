@@ -55,7 +55,8 @@ def tracked_run(directory: RunDirectory, name: str) -> TrackedRun:
     parent = directory.path.parent.parent.name if directory.path.parent.name == "stages" else None
     sweep = spec.provenance.sweep
     folder = directory.trackers / name
-    folder.mkdir(parents=True, exist_ok=True)
+    for each in (directory.trackers, folder):  # the run's folder is not made again where it was moved
+        each.mkdir(exist_ok=True)
     return TrackedRun(
         name=f"{parent}/{stage_name(directory)}" if parent else directory.name,
         group=parent or (sweep.id if sweep else None),

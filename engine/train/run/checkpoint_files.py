@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import as_os_error
@@ -26,7 +25,7 @@ from engine.journal.checkpoints_on_disk import (
     find_checkpoints,
     hashes_of,
 )
-from engine.journal.files import flush, write_atomically
+from engine.journal.files import flush, remove_new_parents, write_atomically
 
 
 def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], Mapping[Path, str] | None]) -> Checkpoint:
@@ -49,7 +48,7 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], Mapping[Pat
         replaced = _put_in_place(draft, final)
     except Exception as error:  # raised again: no error of a file writer may leave a draft behind
         shutil.rmtree(draft, ignore_errors=True)
-        _remove_new_parents(before)
+        remove_new_parents(before)
         failed = as_os_error(error, draft)
         if failed is None:
             raise
@@ -65,15 +64,6 @@ def _require_unmoved(folder: Path, before: Mapping[Path, int]) -> None:
     rest of a checkpoint at the old place, and its first files are at the new one."""
     if not folder.is_dir() or folder.stat().st_ino != before[folder]:
         raise FileNotFoundError(errno.ENOENT, "it was moved while a checkpoint was written", str(folder))
-
-
-def _remove_new_parents(before: Mapping[Path, int]) -> None:
-    """Remove empty folders in place of those that were moved away; `before` has the inodes, innermost first."""
-    with suppress(OSError):  # one is not empty, or is gone: those above it stay
-        for parent, inode in before.items():
-            if parent.stat().st_ino == inode:
-                return
-            parent.rmdir()
 
 
 def prune(folder: Path, keep: int, best: Collection[int] = ()) -> None:

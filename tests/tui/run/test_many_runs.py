@@ -82,9 +82,16 @@ def test_a_run_toml_that_comes_later_is_found(runs: Path, monkeypatch: pytest.Mo
     found.refresh(seconds=60.0)
     (runs / "by-hand" / "run.toml").write_bytes(spec)
     os.utime(runs, (0, 0))
-    monkeypatch.setattr(listing, "RESCAN_SECONDS", -1.0)
-    found.refresh(seconds=60.0)
+    monkeypatch.setattr(listing, "LISTED_IN_TURN", 5)
+    for _ in range(RUNS // 5 + 1):
+        found.refresh(seconds=60.0)
     assert found.has(runs / "by-hand")
+    spec_file = found.entries[-1].directory.run_toml
+    spec_file.unlink()
+    os.utime(runs, (0, 0))
+    for _ in range(RUNS // 5 + 1):
+        found.refresh(seconds=60.0)
+    assert not found.has(spec_file.parent)
 
 
 def test_rows_are_made_again_only_where_something_has_changed(runs: Path) -> None:
