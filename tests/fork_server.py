@@ -43,6 +43,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tunedeck.py")
+SCRIPTS = (SCRIPT, str(ROOT / "engine" / "model" / "plain_loader.py"))
 MODULES = ("torch.distributed.run", "benchmarks.gpu", "benchmarks.measured_run", "tests.faults.impatient")
 
 READ_LATE = (
@@ -193,12 +194,12 @@ def _start(
 
 
 def program(words: Sequence[str]) -> tuple[str, list[str]] | None:
-    """(`tunedeck.py`, or `-m` and a module; the words after it), None for what is not started by forking."""
+    """(a script of SCRIPTS, or `-m` and a module; the words after it), None for what is not started by forking."""
     rest = list(words[1:])
     while rest and rest[0] in ("-P", "-u"):
         del rest[0]
-    if rest[:1] == [SCRIPT]:
-        return SCRIPT, rest[1:]
+    if rest and rest[0] in SCRIPTS:
+        return rest[0], rest[1:]
     return (f"-m {rest[1]}", rest[2:]) if rest[:1] == ["-m"] and rest[1] in MODULES else None
 
 
@@ -364,11 +365,11 @@ def run(start: Start, path: list[str]) -> None:
     sys.orig_argv[:] = start.arguments
     sys.argv[:] = [name, *rest]
     safe = start.environment.get("PYTHONSAFEPATH") or "-P" in start.arguments[:3]
-    first = os.path.dirname(name) if name == SCRIPT else os.getcwd()
+    first = os.path.dirname(name) if name in SCRIPTS else os.getcwd()
     sys.path[:] = path if safe else [first, *path]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    if name != SCRIPT:
+    if name not in SCRIPTS:
         vars(runpy)["_run_module_as_main"](name.removeprefix("-m "))
         return
     vars(module).update(__file__=name, __builtins__=builtins)

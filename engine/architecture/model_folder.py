@@ -80,6 +80,13 @@ def refuse_files(spec: RunSpec, config: Mapping[str, Any] | None) -> None:
         _refuse_tokenizer(folder)
 
 
+def weight_folder(model: Model) -> Path | None:
+    """The folder with the weights of a model that is a folder, or cached; None where it has none or needs none."""
+    if model.init != "pretrained" or ":" in model.id:
+        return None
+    return _folder(model.id) or find_snapshot(model.id, model.revision)
+
+
 def _folder(model: str) -> Path | None:
     folder = path_of(model)
     return folder if folder.is_dir() else None
@@ -154,6 +161,13 @@ def _quantised_tensor(path: Path, _changed: int) -> str | None:
         if scale and stem.endswith(".weight") and stem in header:
             return f"{stem} has a {name.removeprefix(stem.removesuffix('weight'))}"
     return None
+
+
+def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of a safetensors file by name; empty for one that is missing or damaged."""
+    if not path.is_file():
+        return {}
+    return {name: tuple(entry["shape"]) for name, entry in _header(path).items() if name != "__metadata__"}
 
 
 def _header(path: Path) -> dict[str, Any]:

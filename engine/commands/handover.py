@@ -81,8 +81,9 @@ def merge(
     target = (out or directory.path / "merged").absolute()
     quantize = load_run_spec(directory.run_toml, own=True).recipe.model.quantize
     bases = Bases(quantize == "nf4", onto == "dequantized")
-    size_bytes = merge_adapter(adapter, target, print_progress, bases=bases, trust_remote_code=trust_remote_code)
-    print_line(f"{target} ({format_bytes(size_bytes)}) loads with from_pretrained of transformers")
+    merged = merge_adapter(adapter, target, print_progress, bases=bases, trust_remote_code=trust_remote_code)
+    merged.record(directory, print_progress)
+    print_line(f"{target} ({format_bytes(merged.size_bytes)}) loads with from_pretrained of transformers")
 
 
 def require_weights(directory: RunDirectory, checkpoint: str | None, command: list[str]) -> None:
@@ -162,7 +163,7 @@ def handover(
     folder = find_run_weights(f"run:{directory.path}" + (f"@{which}" if which else "")).resolve()
     result = read_result(spec, folder, trust_remote_code=trust_remote_code)
     target = (out or directory.path / "handover").expanduser().absolute()
-    order = Order(chosen[0], target, merged, outtype, converter, trust_remote_code)
+    order = Order(chosen[0], target, merged, outtype, converter, trust_remote_code, directory)
     done = prepare(result, order, print_progress, check=check)
     if as_json:
         print_json({"run": directory.name, "weights": str(folder), **done.as_json()})

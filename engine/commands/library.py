@@ -297,7 +297,7 @@ def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
 def _check_start(file: SpecFile) -> tuple[list[str], list[str]]:
     """Why a recipe cannot be started, one line per problem, and what its start has to allow: on the profile that it
     names if that is found here, else on any. Its model is not checked where its config is not on this machine."""
-    from engine.budget.advise.gate import ANY_PROFILE, notes_on_code, problems_of_run
+    from engine.budget.advise.gate import ANY_PROFILE, notes_on_code, notes_on_weights, problems_of_run
     from engine.config.load import load_recipe, resolve
     from engine.config.schema.run import RunSpec
     from engine.config.stages import stage_specs
@@ -310,7 +310,7 @@ def _check_start(file: SpecFile) -> tuple[list[str], list[str]]:
     recipes = [part.recipe for part in (spec, *(stage_specs(spec) if spec.recipe.stages else []))]
     return (
         [f"{file.path}: {problem}" for problem in problems_of_run(spec)],
-        [f"{file.name}: {note}" for note in (*notes_on_code(spec), *notes_on_tasks(recipes))],
+        [f"{file.name}: {note}" for note in (*notes_on_code(spec), *notes_on_weights(spec), *notes_on_tasks(recipes))],
     )
 
 

@@ -187,7 +187,8 @@ def _merge(run: RunDirectory, writer: EventWriter) -> None:
     try:
         trusted = spec.limits.trust_remote_code
         bases = Bases(four_bit=spec.recipe.model.quantize == "nf4")
-        merge(run.adapter, run.merged, partial(_write_phase, writer), bases=bases, trust_remote_code=trusted)
+        merged = merge(run.adapter, run.merged, partial(_write_phase, writer), bases=bases, trust_remote_code=trusted)
+        writer.write("weights", **merged.account.event())
     except TunedeckError as error:
         writer.write("warning", code="merge", text=error.found, fix=f"tunedeck merge {run.path}")
 
@@ -208,7 +209,7 @@ def _push(run: RunDirectory, writer: EventWriter) -> None:
         asked = prepare_push(
             result, spec, repo, None, lambda text: _write_phase(writer, text),
             public=finish.push_public, merged=finish.merge, trust_remote_code=spec.limits.trust_remote_code,
-            merged_folder=result.merged if result.merged.is_dir() else None,
+            merged_folder=result.merged if result.merged.is_dir() else None, recorded=False,
         )  # fmt: skip
         url, _ = send(*asked, f"{run.name}, by tunedeck")
         writer.write("phase", name=f"uploaded the result to {url}")

@@ -136,7 +136,7 @@ EVENT_KINDS: dict[str, EventKind] = {
     "resumed": _event_kind("step:whole from:text", "path:text schedule:text"),
     "warning": _event_kind("code:text text:text fix:text", "step:whole"),
     "proof": _event_kind("name:text passed:flag? detail:text fallback:text seconds:number?", "cached"),
-    "weights": _event_kind("source:text path:text files:texts tensors:whole loaded:whole unread:table"),
+    "weights": _event_kind("source:text path:text files:texts tensors:whole loaded:whole unread:table", "opened:text"),
     "chat_started": _event_kind("pid:whole models:texts"),
     "chat_ready": _event_kind(
         "models:texts settings:table", "base:text plain:texts images:flag system:text device:text seconds:number"

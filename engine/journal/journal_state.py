@@ -42,7 +42,7 @@ class JournalState:
     backoffs: list[Event] = field(default_factory=list)
     warnings: list[Event] = field(default_factory=list)
     weights: list[Event] = field(default_factory=list)
-    """What was read of the weight files at the last start."""
+    """What was read of the weight files at the last start, and what is in the files that were written."""
     oom_reports: list[str] = field(default_factory=list)
     predicted: dict[str, Any] = field(default_factory=dict)
     in_force: dict[str, Any] = field(default_factory=dict)
@@ -65,8 +65,9 @@ class JournalState:
             return float(said)
         if self.running is None or self.updated is None:
             return None
+        last = (self.finished or {}).get("time", self.updated)  # merging may come days later
         try:
-            began, ended = datetime.fromisoformat(self.running["time"]), datetime.fromisoformat(self.updated)
+            began, ended = datetime.fromisoformat(self.running["time"]), datetime.fromisoformat(last)
             return (ended - began).total_seconds()
         except (KeyError, TypeError, ValueError):  # a damaged line: no engine wrote these times
             return None
@@ -155,6 +156,8 @@ def _oom_report(state: JournalState, event: Event) -> None:
 
 
 def _weights(state: JournalState, event: Event) -> None:
+    if event["source"] == "merged":  # again, or from another checkpoint, long after the run
+        state.weights = [each for each in state.weights if each["source"] != "merged"]
     state.weights.append(event)
 
 

@@ -25,6 +25,7 @@ from engine.config.files.cgroups import PROC, memory_limit_bytes, oom_kills
 from engine.errors import EnvironmentProblem
 from engine.journal.control import was_requested
 from engine.journal.directory import RunDirectory
+from engine.journal.events import EventWriter
 from engine.journal.files import (
     locked,
     open_regular,
@@ -162,6 +163,17 @@ def lock_after_engine(directory: RunDirectory) -> Iterator[None]:
     engine stays. Raises EnvironmentProblem if an engine or another process holds the lock."""
     with _run_lock(directory):
         yield
+
+
+def write_after_end(directory: RunDirectory, kind: str, **fields: Any) -> bool:
+    """Append an event to the journal of a run that has ended. Returns False if a process works on it, or the disk is
+    full."""
+    try:
+        with lock_after_engine(directory), EventWriter(directory) as writer:
+            writer.write(kind, **fields)
+    except (EnvironmentProblem, OSError):
+        return False
+    return True
 
 
 def refuse_if_claimed(directory: RunDirectory) -> None:

@@ -58,7 +58,7 @@ SUSPENDED = "suspended by a signal"
 SAMPLED = re.compile(rb'"step":(\d{1,18}),"epoch":[^,]*,"loss":([\d.e+-]{1,40}),')
 """Step and loss on a step's line."""
 
-WEIGHT_KEYS = ("source", "path", "files", "tensors", "loaded", "unread")
+WEIGHT_KEYS = ("source", "path", "files", "tensors", "loaded", "unread", "opened")
 """Fields of the event `weights`."""
 
 MOST_LOSSES = 64
@@ -127,7 +127,8 @@ class RunSummary:
     enabled_stages: list[str]
     """Empty for a run without stages."""
     weights: list[dict[str, Any]] = field(default_factory=list)
-    """What was read of the weight files of base and adapter at the last start: the events `weights`."""
+    """What was read of the weight files of base and adapter at the last start, and what is in the result: the events
+    `weights`."""
     losses: list[float] = field(default_factory=list)
     """Training losses, evenly over the steps; at most MOST_LOSSES."""
 

@@ -124,18 +124,27 @@ MOST_UNREAD = 3
 """Names of tensors in a row."""
 
 
+WRITTEN = ("result", "merged", "assembled")
+"""Sources of accounts of files that were written; those of the others were read."""
+
+
 def weight_rows(weights: list[dict[str, Any]]) -> Rows:
-    """What was read of the weight files, and the tensors that were not, by reason."""
+    """What was read of the weight files, with the tensors that were not, by reason; what is in those that were written,
+    with the copies of the base's tensors."""
     rows: Rows = []
     for account in weights:
-        count = len(account["files"])
-        tensors = f"{account['loaded']:,} of {account['tensors']:,} tensors"
-        rows.append((f"read: {clean(account['source'])}", f"{tensors} in {count:,} file{'s' * (count != 1)}"))
+        count, written = len(account["files"]), account["source"] in WRITTEN
+        loaded = "" if written else f"{account['loaded']:,} of "
+        files = f"{account['tensors']:,} tensors in {count:,} file{'s' * (count != 1)}"
+        rows.append((f"{'written' if written else 'read'}: {clean(account['source'])}", loaded + files))
         unread = account["unread"]
         for reason in dict.fromkeys(unread.values()):
             names = [clean(name) for name, each in unread.items() if each == reason]
             more = f" and {len(names) - MOST_UNREAD:,} more" if len(names) > MOST_UNREAD else ""
-            rows.append(("  not read", f"{', '.join(names[:MOST_UNREAD])}{more}: {clean(reason)}"))
+            shown = f"{', '.join(names[:MOST_UNREAD])}{more}: {clean(reason)}"
+            rows.append(("  the base's" if written else "  not read", shown))
+        if account.get("opened"):
+            rows.append(("  opens", clean(account["opened"])))
     return rows
 
 

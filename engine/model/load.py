@@ -50,7 +50,7 @@ from engine.model.positions import expect_scaled, fix_frequencies, scale_positio
 from engine.model.precision import Precision, choose_precision
 from engine.model.reference import StartingWeights, find_starting_weights
 from engine.model.saved_adapter import OpenedAdapter
-from engine.model.surplus import base_folder, refuse_foreign, sentence_on, unread_tensors
+from engine.model.surplus import Unread, refuse_foreign, sentence_on, tensors_of, unread_tensors
 from engine.model.token_rows import (
     expect_rows_of,
     expect_trained_ends,
@@ -83,6 +83,8 @@ class ModelSettings:
     """What the run does otherwise than its recipe or the model's config says, and why."""
     accounts: list[WeightAccount] = field(default_factory=list)
     """What was read of the base's files."""
+    unread: list[Unread] = field(default_factory=list)
+    """Their tensors that are in no weight."""
 
 
 def choose_settings(spec: RunSpec, start: StartingWeights, config: PreTrainedConfig, device: Device) -> ModelSettings:
@@ -173,7 +175,7 @@ def assemble(
     if recipe.model.rope_scaling is not None:
         expect_scaled(base, recipe.model.rope_scaling)
     notices = [*settings.notices, *fix_frequencies(base, recipe.data.max_length)]
-    notices += _unread(spec, settings, base)
+    notices += _unread(settings)
     notices += _linear_attention(settings.config, spec.profile.device.kind)
     trained, coverage, opened = _apply_method(spec, settings.start, base, token_ids or [])
     if opened is None:
@@ -245,16 +247,12 @@ def _linear_attention(config: PreTrainedConfig, device_kind: str) -> list[str]:
     ]
 
 
-def _unread(spec: RunSpec, settings: ModelSettings, base: PreTrainedModel) -> list[str]:
+def _unread(settings: ModelSettings) -> list[str]:
     """A notice on tensors of the base's files that its class does not read. UsageError: they are of another model."""
-    start = settings.start
-    stored = stored_quantisation(settings.config.to_dict())
-    files = None if stored or has_new_weights(spec, start) else base_folder(start.base, start.revision)
-    if files is None:
-        return []
-    unread = unread_tensors(base, files)
-    refuse_foreign(unread, start.base)
-    said = sentence_on(unread)
+    if stored_quantisation(settings.config.to_dict()):
+        return []  # no result has them: such a base is neither written nor merged
+    refuse_foreign(settings.unread, settings.start.base)
+    said = sentence_on(settings.unread)
     return [] if said is None else [said]
 
 
@@ -324,7 +322,13 @@ def _load_pretrained(
     _expect_complete(start, report)
     folder = start.folder or find_snapshot(start.base, start.revision)
     if folder is not None:
-        settings.accounts.append(account_of_base(base, folder, start.base, report["unexpected_keys"]))
+        dequantised = stored_quantisation(settings.config.to_dict()) in DEQUANTISING
+        settings.unread.extend(unread_tensors(base, folder, dequantised=dequantised))
+        reasons = {each.entry.name: each.reason for each in settings.unread}
+        files = tensors_of(folder)
+        left = sorted({name for names in files.values() for name in names} & set(report["unexpected_keys"]))
+        others = dict.fromkeys(left, f"{type(base).__name__} has no weight of this name")
+        settings.accounts.append(account_of_base(start.base, files, {**others, **reasons}))
     return base
 
 

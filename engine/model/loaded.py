@@ -229,14 +229,18 @@ class LoadedModel:
         sharded parameter, this rank's rows. UsageError: the folder has other parameters than this model trains."""
         with self.device.host_region(), torch.no_grad():
             saved, targets = set(saved_shapes(folder)), self._targets()
-            if saved == set(targets):
+            # A full result has tensors of the base that the class does not read.
+            copied = set() if isinstance(self.model, PeftModel) else saved - set(targets)
+            if saved - copied == set(targets):
                 read_tensors(folder, targets)
             elif isinstance(self.model, PeftModel):
                 raise _other_parameters(folder, saved, set(targets))
             else:
-                self._load_converted(folder)
+                copied = set(self._load_converted(folder))
         files = tuple(sorted(path.name for path in folder.glob("*.safetensors")))
-        self.accounts.append(WeightAccount("checkpoint", str(folder), files, len(saved), len(saved)))
+        unread = dict.fromkeys(sorted(copied), f"{type(self.base).__name__} does not read it")
+        count = len(saved)
+        self.accounts.append(WeightAccount("checkpoint", str(folder), files, count, count - len(unread), unread))
 
     def _save_model(self, model: PreTrainedModel, folder: Path) -> Hashes:
         parts = None if self.copy_to_host else saved_parts(model)
@@ -302,10 +306,12 @@ class LoadedModel:
         tied = self.model.all_tied_weights_keys or {}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
 
-    def _load_converted(self, folder: Path) -> None:
-        """For names or shapes other than the model's (fused experts): transformers converts on the host."""
+    def _load_converted(self, folder: Path) -> list[str]:
+        """Let transformers convert names or shapes other than the model's (fused experts) on the host. Returns the
+        names of tensors that it does not read."""
         options = {"dtype": self.precision.weights, "use_safetensors": True, "attn_implementation": "eager"}
-        saved = auto_class(self.config).from_pretrained(folder, **options)  # the folder's config may name a kernel
+        # The folder's config may name a kernel.
+        saved, report = auto_class(self.config).from_pretrained(folder, output_loading_info=True, **options)
         source, target = saved.state_dict(), self.model.state_dict()
         if source.keys() != target.keys():
             raise _other_parameters(folder, set(source), set(target))
@@ -313,6 +319,7 @@ class LoadedModel:
             expect_shape(target[name], tensor.shape, name)
             whole = target[name]
             local_part(whole).copy_(tensor[own_rows(whole)] if isinstance(whole, DTensor) else tensor)
+        return sorted(report["unexpected_keys"])
 
 
 def tile_mlps(loaded: LoadedModel, recipe: Recipe) -> None:

@@ -48,9 +48,14 @@ def base_folder(base: str, revision: str | None = None) -> Path | None:
     return Path(base) if Path(base).is_dir() else find_snapshot(base, revision)
 
 
-def unread_tensors(model: PreTrainedModel, folder: Path) -> list[Unread]:
+PART_OF_A_WEIGHT = re.compile("_scale_inv$|_scales$|_blocks$|_scale$")
+"""Ends of names of tensors from which a weight is computed that is stored in FP8 or MXFP4."""
+
+
+def unread_tensors(model: PreTrainedModel, folder: Path, *, dequantised: bool = False) -> list[Unread]:
     """Return the tensors of the safetensors files in `folder` that no parameter or buffer of `model`, a base without
-    adapters, is made of. Only headers are read. Names are mapped as transformers maps them when it loads."""
+    adapters, is made of. Only headers are read. Names are mapped as transformers maps them when it loads.
+    `dequantised`: the weights were computed from quantised ones."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -58,15 +63,23 @@ def unread_tensors(model: PreTrainedModel, folder: Path) -> list[Unread]:
     prefix = model.base_model_prefix
     found = []
     entries = list(_entries(folder))
-    names = [rename_source_key(entry.name, renamings, converters, prefix, state)[0] for entry, _ in entries]
+    weights = [PART_OF_A_WEIGHT.sub("", entry.name) if dequantised else entry.name for entry, _ in entries]
+    names = [rename_source_key(weight, renamings, converters, prefix, state)[0] for weight in weights]
     other_layers = _layers_of_another_kind(model, names)
-    for entry, file in entries:
-        name, _ = rename_source_key(entry.name, renamings, converters, prefix, state)
-        plain, _ = rename_source_key(entry.name, [], [], prefix, state)
+    for (entry, file), weight, name in zip(entries, weights, names, strict=True):
+        plain, _ = rename_source_key(weight, [], [], prefix, state)
         if name not in state and plain not in state:
             reason, foreign = _reason(model, entry, name, other_layers)
             found.append(Unread(entry, file, reason, foreign))
     return found
+
+
+def tensors_of(folder: Path) -> dict[str, list[str]]:
+    """The names of the tensors in each file that transformers reads."""
+    found: dict[str, list[str]] = {}
+    for entry, file in _entries(folder):
+        found.setdefault(file.name, []).append(entry.name)
+    return dict(sorted(found.items()))
 
 
 def _entries(folder: Path) -> Iterator[tuple[FileTensor, Path]]:
@@ -220,9 +233,12 @@ def keep_config(folder: Path, base: Path, model: PreTrainedModel) -> None:
     own = json.loads(path.read_text("utf-8"))
     if own.get("model_type") != model.config.model_type:
         return  # the result is a part of the base, with a config of its own
-    before = type(model.config).from_dict(dict(own)).to_dict()
+    before = type(model.config).from_pretrained(str(base)).to_dict()  # reads numbers that JSON does not have, too
     after = {**model.config.to_dict(), "tie_word_embeddings": _is_tied(model)}
     _set_changed(own, before, after)
+    text = own.get("text_config")
+    if not after["tie_word_embeddings"] and isinstance(text, dict) and text.get("tie_word_embeddings"):
+        text["tie_word_embeddings"] = False  # readers of other projects look there
     _set_dtype(own, str(model.dtype).removeprefix("torch."))
     own.setdefault("architectures", [type(model).__name__])
     (folder / "config.json").write_text(json.dumps(own, indent=2, ensure_ascii=False) + "\n", "utf-8")
@@ -241,10 +257,10 @@ def _set_changed(own: dict[str, Any], before: Mapping[str, Any], after: Mapping[
     for key in CHANGED_BY_A_RUN:
         if key not in after or before.get(key) == after[key]:
             continue
-        if key == "rope_parameters" and key not in own and isinstance(after[key], dict):
+        if key == "rope_parameters" and key not in own and _is_flat(after[key]):
             # as readers written for earlier versions of transformers expect it
             scaling = dict(after[key])
-            if "rope_theta" in scaling and "rope_theta" in own:
+            if "rope_theta" in scaling:
                 own["rope_theta"] = scaling.pop("rope_theta")
             own["rope_scaling"] = scaling
         else:
@@ -255,12 +271,16 @@ def _set_changed(own: dict[str, Any], before: Mapping[str, Any], after: Mapping[
             _set_changed(value, before[key], after[key])
 
 
+def _is_flat(rope: object) -> bool:
+    """Whether all layers share these rotary parameters: earlier versions have no place for those of kinds of layers."""
+    return isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
+
+
 def _set_dtype(own: dict[str, Any], dtype: str) -> None:
-    key = "dtype" if "dtype" in own else "torch_dtype" if "torch_dtype" in own else "dtype"
-    own[key] = dtype
-    for name, value in own.items():
-        if name.endswith("_config") and isinstance(value, dict):
-            value.update({key: dtype for key in ("dtype", "torch_dtype") if value.get(key) is not None})
+    """Write the dtype where the config names one. Without it, it follows from the files."""
+    for table in (own, *(value for name, value in own.items() if name.endswith("_config"))):
+        if isinstance(table, dict):
+            table.update({key: dtype for key in ("dtype", "torch_dtype") if table.get(key) is not None})
 
 
 def complete_result(folder: Path, base: str, revision: str | None, model: PreTrainedModel) -> list[Unread]:

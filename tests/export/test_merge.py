@@ -39,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 def test_the_merged_model_answers_as_adapter_and_base_did(finished: RunDirectory, tmp_path: Path) -> None:
     target = tmp_path / "merged"
-    size_bytes = merge(finished.adapter, target, lambda text: None)
+    written = merge(finished.adapter, target, lambda text: None)
     base = AutoModelForCausalLM.from_pretrained(finished.adapter / "base")
     ids = torch.arange(12)[None]
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_the_merged_model_answers_as_adapter_and_base_did(finished: RunDirectory
         merged = AutoModelForCausalLM.from_pretrained(target)(ids).logits
     torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(merged, plain, atol=1e-3)
-    assert size_bytes > (finished.adapter / "base" / "model.safetensors").stat().st_size
+    assert written.size_bytes > (finished.adapter / "base" / "model.safetensors").stat().st_size
     assert (target / "tokenizer.json").is_file()
 
 

@@ -15,6 +15,8 @@ from peft import AutoPeftModel, PeftModel
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from benchmarks.type_cell import write_tiny
+from benchmarks.type_configs import tiny_config
 from engine.architecture import classes
 from engine.architecture.classes import why_not_text_alone
 from engine.architecture.families import refuse_family
@@ -94,6 +96,19 @@ def test_an_adapter_opens_with_the_auto_class_of_peft(saved: Saved) -> None:
     assert type(opened.get_base_model()).__name__ in named_class(saved.base)[1]
     ours = logits_of(saved.adapter.model, batch_of())
     torch.testing.assert_close(logits_of(opened, batch_of()), ours, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["lfm2_vl", "qwen3_vl"])
+def test_an_adapter_of_a_published_config_opens_with_the_auto_class_of_peft(tmp_path: Path, kind: str) -> None:
+    write_tiny(tiny_config(kind), tmp_path / "base")
+    loaded = load(run_spec(str(tmp_path / "base"), method={"kind": "lora"}, dtype="float32"))
+    disturb(loaded)
+    loaded.save(tmp_path / "adapter")
+    opened = AutoPeftModel.from_pretrained(str(tmp_path / "adapter"), dtype=torch.float32)
+    ids = torch.arange(7, 19)[None]
+    with torch.no_grad():
+        ours, theirs = (model.eval()(input_ids=ids).logits for model in (loaded.model, opened))
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
 
 
 def test_a_merged_model_has_the_class_and_every_tensor_of_its_base(saved: Saved, tmp_path: Path) -> None:

@@ -281,6 +281,6 @@ def test_the_journal_and_show_have_the_account_of_base_and_adapter(tmp_path: Pat
     place = new_run(tmp_path / "runs", spec)
     code, events = train(place)
     accounts = [(event["source"], event["tensors"], event["loaded"]) for event in events if event["kind"] == "weights"]
-    assert code == 0 and accounts == [("base", 21, 21), ("adapter", 8, 8)]
+    assert code == 0 and accounts == [("base", 21, 21), ("adapter", 8, 8), ("result", 8, 8)]
     shown = dict(result_rows(summarise(place)))
-    assert shown["read: adapter"] == "8 of 8 tensors in 1 file"
+    assert shown["read: adapter"] == "8 of 8 tensors in 1 file" and shown["written: result"] == "8 tensors in 1 file"

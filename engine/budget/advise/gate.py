@@ -15,7 +15,7 @@ from engine.architecture.classes import refuse_class, refuse_images
 from engine.architecture.facts import Architecture
 from engine.architecture.families import refuse_family, refuse_own_code
 from engine.architecture.lookup import ModelFacts, continues_adapter, find_facts
-from engine.architecture.model_folder import refuse_files
+from engine.architecture.model_folder import refuse_files, weight_folder
 from engine.architecture.parameters import (
     adaptable_names,
     globs_of_parts,
@@ -23,6 +23,7 @@ from engine.architecture.parameters import (
     parameter_names,
 )
 from engine.architecture.positions import refuse_long_sequences
+from engine.architecture.stored_names import note_on_surplus, refuse_other_model
 from engine.architecture.support import refuse_sequence_parallel, refuse_unsafe_packing
 from engine.budget.advise.continued_adapter import refuse_continued, settle_continued
 from engine.budget.advise.parallel import settle_parallel
@@ -81,6 +82,7 @@ def refusals(spec: RunSpec, facts: RunFacts) -> Iterator[TunedeckError]:
             partial(refuse_unsafe, part, of_model),
             partial(_refuse_untrusted_code, part, of_model),
             partial(refuse_files, part, of_model.config),
+            partial(_refuse_other_weights, part, of_model),
         ]
     checks += [partial(_refuse_reference, spec), partial(refuse_continued, spec, facts)]
     for _, stage in enabled_stages(spec.recipe):
@@ -156,6 +158,14 @@ def _refuse_unusable(facts: ModelFacts) -> None:
         raise facts.reason
 
 
+def _refuse_other_weights(spec: RunSpec, facts: ModelFacts) -> None:
+    """Raise UsageError if the files of the model belong to another one than its config describes, as far as headers
+    show."""
+    files = weight_folder(spec.recipe.model)
+    if files is not None and facts.config is not None and facts.architecture is not None:
+        refuse_other_model(facts.architecture, facts.config, files)
+
+
 def _with_earlier_scaling(recipe: Recipe, facts: ModelFacts) -> Recipe:
     """The recipe with the rotary scaling of the run that it starts from, unless it has its own."""
     if recipe.model.rope_scaling is not None or facts.scaling is None:
@@ -202,6 +212,14 @@ def notes_on_code(spec: RunSpec) -> list[str]:
         except TunedeckError as error:
             found += _lines_of(error)
     return list(dict.fromkeys(found))
+
+
+def notes_on_weights(spec: RunSpec) -> list[str]:
+    """What the files of the run's models hold that is not trained, a line for each model."""
+    facts = find_run_facts(spec)
+    models = [part.recipe.model for part in planning_specs(spec)]
+    found = [note_on_surplus(facts.of(each).config or {}, weight_folder(each)) for each in models]
+    return list(dict.fromkeys(note for note in found if note))
 
 
 def refuse_patterns(arch: Architecture, recipe: Recipe, *, has_images: bool | None = None) -> None:

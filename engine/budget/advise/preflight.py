@@ -15,7 +15,7 @@ from engine.architecture.continued import continued, find_adapter
 from engine.architecture.facts import Architecture
 from engine.architecture.families import experts_note
 from engine.architecture.lookup import ModelFacts
-from engine.architecture.model_folder import note_on_quantised
+from engine.architecture.model_folder import note_on_quantised, weight_folder
 from engine.architecture.parameters import (
     HEAD,
     elements,
@@ -24,6 +24,7 @@ from engine.architecture.parameters import (
     outer_parameters,
     parameter_count,
 )
+from engine.architecture.stored_names import note_on_surplus
 from engine.budget.advise.plan import make_plan, recomputes_all
 from engine.budget.predict.inference import generates
 from engine.budget.predict.shards import KNOWN_TORCH, SHARDS_SINCE, recovers_with
@@ -165,12 +166,13 @@ def _host_memory(facts: ModelFacts, spec: RunSpec) -> Iterator[str]:
 
 
 def notes_on_model(recipe: Recipe, facts: ModelFacts) -> list[str]:
-    """Sentences if adapters leave out the experts of a mixture of experts, and if quantised weights are loaded
-    dequantised; also for model families whose memory cannot be predicted."""
+    """Sentences if adapters leave out the experts of a mixture of experts, if quantised weights are loaded dequantised,
+    and if the files have tensors that are not trained; also for model families whose memory cannot be predicted."""
     if facts.config is None:
         return []
     experts = None if find_adapter(recipe.model) is not None else experts_note(facts.config, recipe)
-    return [note for note in (experts, note_on_quantised(facts.config)) if note]
+    surplus = note_on_surplus(facts.config, weight_folder(recipe.model))
+    return [note for note in (experts, note_on_quantised(facts.config), surplus) if note]
 
 
 def notes_on_kernels(spec: RunSpec) -> list[str]:

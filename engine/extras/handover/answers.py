@@ -11,9 +11,9 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 
 from engine.data.chat_template import ChatTemplate, TemplateRefusal
 from engine.errors import DataError
-from engine.extras.handover.merge import PROMPTS
 from engine.extras.handover.result import Result
 from engine.model.config import HUB_ERRORS, auto_class, loading_error
+from engine.model.reopened import PROMPTS
 from engine.model.saved_adapter import open_adapter
 from engine.model.token_rows import grow_for
 

@@ -111,7 +111,7 @@ def _digest(text: str) -> str:
 
 def _events(directory: RunDirectory) -> Iterator[Event]:
     """Without the steps, of which a long run has a million."""
-    kinds = ("run_started", "stage_started", "eval")
+    kinds = ("run_started", "stage_started", "eval", "weights")
     return (event for event in EventTail(directory.events).poll() if event["kind"] in kinds)
 
 
@@ -240,9 +240,25 @@ def _training(recipe: Recipe, events: list[Event], facts: Facts) -> list[tuple[s
         ("Epochs", f"{started['epochs']:g}" if started.get("epochs") else ""),
         ("Learning rate", f"{train.peak_learning_rate:g}, {train.scheduler}{warm_up}"),
         ("Optimizer", f"{train.optimizer}, weight decay {train.weight_decay:g}"),
+        ("Copied from the base", _copied(events, facts.form)),
         ("Dtype", recipe.model.dtype if recipe.model.dtype != "auto" else ""),
         ("Seed", str(train.seed)),
     ]  # fmt: skip
+
+
+MOST_COPIED = 5
+"""Names of tensors in a cell."""
+
+
+def _copied(events: list[Event], form: str) -> str:
+    """The tensors of a full or merged model that were not trained, by name with the reason."""
+    source = {"model": "result", "merged": "merged", "adapter": ""}[form]
+    accounts = [each for each in events if each["kind"] == "weights" and each["source"] == source]
+    unread: dict[str, str] = accounts[-1]["unread"] if accounts else {}
+    names = list(unread)
+    more = f" and {len(names) - MOST_COPIED:,} more" if len(names) > MOST_COPIED else ""
+    reasons = ", ".join(dict.fromkeys(unread.values()))
+    return f"{', '.join(f'`{name}`' for name in names[:MOST_COPIED])}{more}, not trained: {reasons}" if names else ""
 
 
 def _versions(events: list[Event]) -> list[tuple[str, str]]:

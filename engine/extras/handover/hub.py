@@ -124,10 +124,11 @@ class Parcel:
 
 def prepare_push(
     directory: RunDirectory, spec: RunSpec, repo: str, which: str | None, notify: Notify, *, public: bool,
-    merged: bool, trust_remote_code: bool, merged_folder: Path | None = None,
+    merged: bool, trust_remote_code: bool, merged_folder: Path | None = None, recorded: bool = True,
 ) -> tuple[HfApi, Place, Parcel]:  # fmt: skip
-    """All that `send` needs; sends nothing. `merged_folder`: the result as the run itself merged it.
-    Raises the errors of `connect`, `look_at` and `pack`."""
+    """All that `send` needs; sends nothing. `merged_folder`: the result as the run itself merged it. `recorded`: the
+    run's journal, which no other process writes, gets the account of what is merged. Raises the errors of `connect`,
+    `look_at` and `pack`."""
     api, repo = connect(repo)  # before a merge, which takes minutes
     place = look_at(api, repo, public=public)
     silence_libraries()
@@ -135,14 +136,14 @@ def prepare_push(
     result = read_result(spec, folder, trust_remote_code=trust_remote_code)
     parcel = pack(
         api, place, result, spec, directory, which, notify, merged=merged, trust_remote_code=trust_remote_code,
-        merged_folder=merged_folder,
+        merged_folder=merged_folder, recorded=recorded,
     )  # fmt: skip
     return api, place, parcel
 
 
 def pack(
     api: HfApi, place: Place, result: Result, spec: RunSpec, directory: RunDirectory, which: str | None,
-    notify: Notify, *, merged: bool, trust_remote_code: bool, merged_folder: Path | None = None,
+    notify: Notify, *, merged: bool, trust_remote_code: bool, merged_folder: Path | None = None, recorded: bool = True,
 ) -> Parcel:  # fmt: skip
     """Merge where asked, choose the files, write the card. `which`: the checkpoint, or None for the run's result.
     Raises UsageError for an adapter that nobody else could open, and as `require_clean` and `merge` do."""
@@ -160,7 +161,8 @@ def pack(
         folder = merged_folder
     elif form == "merged":
         out = directory.path / "handover" / (f"checkpoint-{which}" if which else "")
-        order = Order("push", out, merged=True, trust_remote_code=trust_remote_code)
+        run = directory if recorded else None
+        order = Order("push", out, merged=True, trust_remote_code=trust_remote_code, run=run)
         folder = merged_model(result, order, notify)
     items, origin = collect(folder, _place_of(folder, directory)), origin_of(spec.recipe.model)
     if has_card_of_others(api, place):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -29,43 +29,40 @@ from engine.config.files.machine import install_command
 from engine.device.cpu import CpuDevice
 from engine.device.oom import OutOfMemory, retry_on_oom
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
+from engine.journal.directory import RunDirectory
 from engine.journal.files import held_draft
+from engine.journal.liveness import write_after_end
 from engine.model.adapters import NOT_MERGED, router_modules, shared_weights, untie_adapted_ends
 from engine.model.config import HUB_ERRORS, auto_class, loading_error, processor_files
 from engine.model.load import nf4_config
 from engine.model.reference import base_of_adapter
+from engine.model.reopened import (
+    OTHER_MODEL,
+    PROMPTS,
+    NotTriedError,
+    PlainRequest,
+    account_of_result,
+    difference_of,
+    logits_of_rows,
+    open_plainly,
+    plain_attention,
+    token_rows,
+    weight_bytes,
+)
 from engine.model.result_files import save_generation_config
 from engine.model.saved_adapter import open_adapter
-from engine.model.surplus import base_folder, complete_result, sentence_on
+from engine.model.surplus import base_folder, complete_result, sentence_on, to_copy
 from engine.model.token_rows import grow_for
-
-PROMPTS = (
-    "The capital of France is",
-    "Question: what is 12 + 30?\nAnswer:",
-    "def reverse(text):\n    return",
-    "Once upon a time there was a",
-    '{"name": "Ada", "born": ',
-)
-"""Prose, arithmetic, code and JSON."""
-
-OTHER_MODEL = 0.25
-"""Difference, as a part of the largest logit, beyond which no rounding explains it. bf16 has 2^-9 a weight."""
+from engine.model.weight_account import WeightAccount
 
 
 def logits_on_prompts(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
     """fp32 logits [S, V] of each of PROMPTS."""
-    model.eval()
-    with torch.no_grad():
-        return [model(**_inputs(text, tokenizer)).logits[0].float() for text in PROMPTS]
-
-
-def _inputs(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
-    ids = torch.tensor([tokenizer(text)["input_ids"]])
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return logits_of_rows(model.eval(), token_rows(tokenizer))
 
 
 def largest_difference(first: list[Tensor], second: list[Tensor]) -> float:
-    return max(float((one - other).abs().max()) for one, other in zip(first, second, strict=True))
+    return difference_of(first, second).largest
 
 
 def compare_bases(seen: list[Tensor], kept: list[Tensor], rounded: list[Tensor]) -> str:
@@ -83,15 +80,13 @@ def compare_bases(seen: list[Tensor], kept: list[Tensor], rounded: list[Tensor])
 def compare_logits(adapter: list[Tensor], merged: list[Tensor], *, has_routers: bool) -> str:
     """A sentence with the largest difference. Raises EnvironmentProblem if the two are different models: by the largest
     difference, and in a mixture, where rounding may send single tokens to other experts, by the median position."""
-    difference, largest = largest_difference(adapter, merged), max(float(each.abs().max()) for each in adapter)
+    found = difference_of(adapter, merged)
     same = sum(int(one[-1].argmax() == other[-1].argmax()) for one, other in zip(adapter, merged, strict=True))
     told = (
-        f"largest difference between merged and adapter logits on {len(PROMPTS)} prompts: {difference:.2g} "
-        f"(largest logit {largest:.2g}); same next token on {same} of {len(PROMPTS)}"
+        f"largest difference between merged and adapter logits on {len(PROMPTS)} prompts: {found.largest:.2g} "
+        f"(largest logit {found.logit:.2g}); same next token on {same} of {len(PROMPTS)}"
     )
-    each_position = [(one - other).abs().amax(dim=-1) for one, other in zip(adapter, merged, strict=True)]
-    decides = float(torch.cat(each_position).median()) if has_routers else difference
-    if not decides <= OTHER_MODEL * largest:
+    if not found.decisive(has_routers=has_routers) <= OTHER_MODEL * found.logit:
         raise EnvironmentProblem(
             told,
             expected="a merged model with the same outputs as the adapter",
@@ -120,12 +115,23 @@ class Bases:
 PLAIN = Bases()
 
 
+class Merged(NamedTuple):
+    """What merging has written."""
+
+    size_bytes: int
+    account: WeightAccount
+
+    def record(self, run: RunDirectory, notify: Notify) -> None:
+        """Write the account into the journal of the run whose adapter was merged."""
+        if not write_after_end(run, "weights", **self.account.event()):
+            notify(f"the journal of {run.name} does not have the account of the merged model: a process writes it")
+
+
 def merge(
     adapter: Path, target: Path, notify: Notify, *, bases: Bases = PLAIN, trust_remote_code: bool = False,
     beside: Mapping[str, str] | None = None,
-) -> int:  # fmt: skip
-    """Write the merged model to `target`, which must not exist, and the texts `beside` by file name; returns its size
-    in bytes.
+) -> Merged:  # fmt: skip
+    """Write the merged model to `target`, which must not exist, and the texts `beside` by file name.
 
     Raises UsageError (no adapter, target exists, or base does not fit), EnvironmentProblem (base not fetched, disk too
     small) or MemoryExhaustedError (host memory).
@@ -153,8 +159,8 @@ def merge(
             _require_space(base, target.parent)
             device = CpuDevice(host_memory_bytes())
             source = _Source(adapter, base, revision, trust_remote_code)
-            write = partial(_merge, source, draft, bases, notify)
-            retry_on_oom(write, "merge", device, _report(notify))
+            write = partial(_merge, source, draft, bases, notify, target)
+            account = retry_on_oom(write, "merge", device, _report(notify))
             for name, text in (beside or {}).items():
                 (draft / name).write_text(text, "utf-8")
             draft.rename(target)
@@ -165,7 +171,7 @@ def merge(
             f"the merged model cannot be written to {target}: {error.strerror or error}",
             fix="free space on that disk, or choose another folder with --out",
         ) from error
-    return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+    return Merged(sum(file.stat().st_size for file in target.rglob("*") if file.is_file()), account)
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,15 @@ class _Source:
         return merge_rounded_once(wrapped), before
 
 
-def _merge(source: _Source, draft: Path, bases: Bases, notify: Notify) -> None:
+def _request(source: _Source, draft: Path, merged: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PlainRequest:
+    return PlainRequest(
+        name="the merged model", model=str(draft), config=str(draft), auto_class=auto_class(merged.config).__name__,
+        token_rows=token_rows(tokenizer), attention=plain_attention(merged.config._attn_implementation or ""),
+        trust_remote_code=source.trust_remote_code, size_bytes=weight_bytes(merged),
+    )  # fmt: skip
+
+
+def _merge(source: _Source, draft: Path, bases: Bases, notify: Notify, target: Path) -> WeightAccount:
     shutil.rmtree(draft, ignore_errors=True)
     tokenizer = AutoTokenizer.from_pretrained(str(source.adapter))
     other: list[Tensor] = []
@@ -213,18 +227,26 @@ def _merge(source: _Source, draft: Path, bases: Bases, notify: Notify) -> None:
         raise FileNotFoundError(errno.ENOENT, "it was moved while it was merged", str(source.adapter))
     for path in processor_files(str(source.adapter), None) or processor_files(source.base, source.revision):
         shutil.copyfile(path, draft / path.name)
-    said = sentence_on(complete_result(draft, source.base, source.revision, merged))
+    unread = complete_result(draft, source.base, source.revision, merged)
+    copied, said = {each.entry.name: each.reason for each in to_copy(unread)}, sentence_on(unread)
     if said is not None:
         notify(said)
+    routed, request = bool(router_modules(merged)), _request(source, draft, merged, tokenizer)
     del merged
-    gc.collect()  # the merged model is opened again, and must not lie in memory twice
-    opened = _base(str(draft), None, str(draft), source.trust_remote_code)
-    after = logits_on_prompts(opened, tokenizer)
-    notify(compare_logits(before, after, has_routers=bool(router_modules(opened))))
+    gc.collect()  # the merged model is opened by another process, and must not lie in memory twice
+    try:
+        after = open_plainly(request).logits
+    except NotTriedError as reason:
+        opened = f"not opened: {reason}"
+        notify(f"the merged model is {opened}")
+        return account_of_result(draft, copied, opened, source="merged", path=str(target))
+    told = compare_logits(before, after, has_routers=routed)
+    notify(told)
     if bases.four_bit:
         seen = before if bases.dequantized else other_before
         kept, rounded = (other, after) if bases.dequantized else (after, other)
         notify(compare_bases(seen, kept, rounded))
+    return account_of_result(draft, copied, f"with transformers alone: {told}", source="merged", path=str(target))
 
 
 def refuse_shared(model: PeftModel, base: str) -> None:

@@ -24,6 +24,7 @@ from engine.extras.handover.result import (
     reasons_of_server,
     server_words,
 )
+from engine.journal.directory import RunDirectory
 from engine.journal.files import read_table, remove_drafts, write_atomically
 
 Notify = Callable[[str], None]
@@ -42,6 +43,8 @@ class Order:
     outtype: str = "f16"
     converter: Path | None = None
     trust_remote_code: bool = False
+    run: RunDirectory | None = None
+    """Whose journal gets the account of a merged model."""
 
 
 @dataclass
@@ -110,7 +113,9 @@ def merged_model(result: Result, order: Order, notify: Notify) -> Path:
         raise UsageError(f"{target} was merged from other weights", fix=f"remove it{other}")
     # The record appears together with the model.
     record = {RECORD: json.dumps({WEIGHTS: fingerprint}) + "\n"}
-    merge(result.folder, target, notify, trust_remote_code=order.trust_remote_code, beside=record)
+    merged = merge(result.folder, target, notify, trust_remote_code=order.trust_remote_code, beside=record)
+    if order.run is not None:
+        merged.record(order.run, notify)
     return target
 
 

@@ -35,7 +35,9 @@ from engine.device.open import open_device
 from engine.errors import EnvironmentProblem, MemoryExhaustedError, UsageError
 from engine.journal.files import flush
 from engine.model.load import LoadedModel, load_and_tell
+from engine.model.reopened import NotTriedError, PlainRequest, account_of_result, open_plainly
 from engine.model.tokenizer import load_tokenizer
+from engine.model.weight_account import WeightAccount
 
 SAMPLES = 64
 """Most samples of each expert's data; more would change the mean of thousands of tokens very little."""
@@ -130,6 +132,8 @@ class Difference:
     parameter: str = ""
     relative: float = 0.0
     averaged: list[str] = field(default_factory=list)
+    account: WeightAccount | None = None
+    """What is in the mixture, once it is complete."""
 
     def note(self, parameter: str, relative: float) -> None:
         if relative > self.relative:
@@ -151,7 +155,8 @@ def assemble_experts(mixture: Mixture, target: Path, notify: Callable[[str], Non
     """Write the mixture to `target`, which appears complete or not at all; returns how much the experts' shared weights
     differ.
 
-    Raises UsageError with every reason why the experts cannot be assembled; EnvironmentProblem: `target` not writable.
+    Raises UsageError with every reason why the experts cannot be assembled; EnvironmentProblem: `target` not writable,
+    or transformers alone does not open the mixture.
     """
     config = _checked_config(mixture)
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
@@ -163,6 +168,7 @@ def assemble_experts(mixture: Mixture, target: Path, notify: Callable[[str], Non
         for name in COPIED_FILES:
             if (mixture.experts[0].folder / name).is_file():
                 shutil.copyfile(mixture.experts[0].folder / name, draft / name)
+        difference.account = _opened(draft, notify)
         for file in draft.iterdir():
             flush(file)
         flush(draft)
@@ -175,6 +181,28 @@ def assemble_experts(mixture: Mixture, target: Path, notify: Callable[[str], Non
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return difference
+
+
+TRIED = tuple(range(1, 9))
+"""Token ids, which every vocabulary has."""
+
+
+def _opened(draft: Path, notify: Callable[[str], None]) -> WeightAccount:
+    """Open the mixture without our code. There is no other computation to compare its logits with."""
+    notify("opening the mixture without Tunedeck")
+    size = sum(file.stat().st_size for file in draft.glob("*.safetensors"))
+    request = PlainRequest(
+        name="the mixture", model=str(draft), config=str(draft), auto_class="AutoModelForCausalLM",
+        token_rows=(TRIED,), attention="eager", size_bytes=size,
+    )  # fmt: skip
+    try:
+        answer = open_plainly(request)
+    except NotTriedError as reason:
+        return account_of_result(draft, {}, f"not opened: {reason}", source="assembled", path="model")
+    told = (
+        f"with transformers alone: every weight is in a file, largest logit {float(answer.logits[0].abs().max()):.2g}"
+    )
+    return account_of_result(draft, {}, told, source="assembled", path="model")
 
 
 def _checked_config(mixture: Mixture) -> dict[str, Any]:

@@ -76,6 +76,8 @@ def _assemble(spec: RunSpec, run: RunDirectory, writer: EventWriter, requests: R
         rows = hidden_router_rows(spec, [load_run_spec(entry["run_toml"]) for entry in asked["experts"]], notify)
     mixture = Mixture(experts, asked["experts_per_token"], asked["shared"], spec.recipe.train.seed, rows)
     difference = assemble_experts(mixture, run.model, notify)
+    if difference.account is not None:
+        writer.write("weights", **difference.account.event())
     if difference.averaged:
         writer.write(
             "warning",

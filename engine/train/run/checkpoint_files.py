@@ -102,7 +102,7 @@ def size_bytes(path: Path) -> int:
 
 def place_result(checkpoint: Checkpoint, target: Path, complete: Callable[[Path], None] | None = None) -> None:
     """Replace `target` by a copy of the checkpoint's weights, completely or not at all; hard-linked where possible.
-    `complete` adds to the copy what a checkpoint does not have."""
+    `complete` adds to the copy what a checkpoint does not have, and may refuse it."""
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -116,10 +116,9 @@ def place_result(checkpoint: Checkpoint, target: Path, complete: Callable[[Path]
     try:
         if complete is not None:
             complete(draft)
-    except OSError:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    _put_in_place(draft, target)
+        _put_in_place(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # unless it is in place
     # The replaced result, and drafts of processes that died.
     for debris in target.parent.glob(f".{target.name}.*"):
         shutil.rmtree(debris, ignore_errors=True)

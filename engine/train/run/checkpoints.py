@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.device.base import Device
@@ -24,8 +26,10 @@ from engine.journal.control import BY_SIGNAL, RunRequests
 from engine.journal.events import until_there_is_room
 from engine.model.load import has_new_weights
 from engine.model.reference import find_starting_weights
-from engine.model.surplus import complete_result
+from engine.model.surplus import Unread, complete_result, to_copy
+from engine.model.weight_account import WeightAccount
 from engine.train.run.checkpoint_files import forget_after, mark_best, place_result, prune, size_bytes, write_checkpoint
+from engine.train.run.plain_result import logits_of_run, open_result
 from engine.train.run.run_context import RunContext
 from engine.train.run.run_state import Best, RunState, agree, damage_for_resume, fill_checkpoint, restore, settings
 from engine.train.run.training_setup import TrainingSetup
@@ -100,6 +104,8 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
         self.last_saved: int | None = None
         """The step that the newest checkpoint holds."""
+        self._result: WeightAccount | None = None
+        """What is in the result, once it is complete; on rank 0."""
 
     @property
     def seconds_since(self) -> float:
@@ -177,14 +183,24 @@ class CheckpointManager:
         chosen = Checkpoint(step, self._directory.checkpoint(step))
         folder = self._directory.adapter if self._context.loaded.kind == "adapter" else self._directory.model
         self._journal.phase("saving", "result")
-        self._ranks.run_on_rank0(lambda: self._when_there_is_room(lambda: place_result(chosen, folder, self._complete)))
+        spec, state = self._setup.spec, self._state
+        ours = logits_of_run(spec, self._context, None if step == state.step else chosen.weights)
+        complete = partial(self._complete, folder.name, ours)
+        self._ranks.run_on_rank0(lambda: self._when_there_is_room(lambda: place_result(chosen, folder, complete)))
+        if self._result is not None:
+            self._journal.write("weights", **self._result.event())
         return folder.name
 
-    def _complete(self, draft: Path) -> None:
-        """Give the result of full fine-tuning what its base has beside the trained weights."""
-        loaded, start = self._context.loaded, find_starting_weights(self._setup.spec.recipe.model)
-        if isinstance(loaded.model, PreTrainedModel) and not has_new_weights(self._setup.spec, start):
-            complete_result(draft, start.base, start.revision, loaded.model)
+    def _complete(self, name: str, ours: list[Tensor] | None, draft: Path) -> None:
+        """Give the result of full fine-tuning what its base has in addition to the trained weights, and open the result
+        without our code."""
+        loaded, spec = self._context.loaded, self._setup.spec
+        start, unread = find_starting_weights(spec.recipe.model), list[Unread]()
+        if isinstance(loaded.model, PreTrainedModel) and not has_new_weights(spec, start):
+            unread = complete_result(draft, start.base, start.revision, loaded.model)
+        copied = {each.entry.name: each.reason for each in to_copy(unread)}
+        self._journal.phase("saving", "opening the result without Tunedeck")
+        self._result = open_result(spec, loaded, draft, name, ours, copied)
 
     def mark_best(self, metric: str, value: float) -> None:
         """Record on disk that this step's checkpoint is the best; waits while the disk is full."""

@@ -149,6 +149,11 @@ class Strategy(ABC):
         off. All ranks enter it."""
         return nullcontext()
 
+    def run_whole(self, compute: Callable[[], None]) -> None:
+        """Run `compute`, which calls the model itself on whole sequences, without gradients. Where the strategy
+        `gathers_in_passes`, all ranks call this; an error on one ends it on all, as in `run_stage`."""
+        compute()
+
     def join_evaluation(self, context: EvaluationContext, data: Questions, name: str = "") -> EvaluationContext:
         """Return the context with which rank 0 evaluates `data`; other ranks do not use what they get. If ranks share
         an evaluation, rank 0's context requests each pass of all ranks, which wait for it in `Ranks.run_on_rank0`. All

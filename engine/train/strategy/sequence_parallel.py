@@ -99,5 +99,8 @@ class SequenceParallel(Strategy):
     def forward_only(self) -> AbstractContextManager[None]:
         return self.inner.forward_only()
 
+    def run_whole(self, compute: Callable[[], None]) -> None:
+        self.inner.run_whole(compute)
+
     def join_evaluation(self, context: EvaluationContext, data: Questions, name: str = "") -> EvaluationContext:
         return self.inner.join_evaluation(context, data, name)

@@ -114,5 +114,12 @@ class Sharded(Strategy):
     def forward_only(self) -> AbstractContextManager[None]:
         return self.model.forward_only()
 
+    def run_whole(self, compute: Callable[[], None]) -> None:
+        def gathered() -> None:
+            with self.model.forward_only(gathers_head=True):
+                compute()
+
+        self._votes.run_together(gathered)
+
     def join_evaluation(self, context: EvaluationContext, data: Questions, name: str = "") -> EvaluationContext:
         return share_evaluation(context, data, self.ranks, self.model, name)
