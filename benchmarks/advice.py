@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.architecture.lookup import find_architecture, find_facts
-from engine.budget.advise.gate import admit
 from engine.budget.advise.levers import Lever, is_refused
+from engine.budget.advise.model_rules import admit
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.search import Advice, Suggestion, Trial, advise, changed, fits, possible_levers
 from engine.budget.predict.prediction import predict

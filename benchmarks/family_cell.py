@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from engine.budget.advise.gate import problems_of_run
+from engine.budget.advise.model_rules import problems_of_run
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.predict.simulated import keep_simulation
 from engine.commands.background import simulation

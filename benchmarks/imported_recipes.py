@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.type_configs import tiny_config
-from engine.budget.advise.gate import problems_of_run
+from engine.budget.advise.model_rules import problems_of_run
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.staged_plan import find_run_facts

@@ -85,7 +85,7 @@ def chat(
     runs: RunsOption = None,
 ) -> None:
     """Chat with runs, checkpoints and models, several side by side. With --prompt or --file, answer and exit."""
-    from engine.launch.requirements import require_training_packages
+    from engine.checks.machine import require_training_packages
 
     if list_chats:
         _list(runs)

@@ -105,7 +105,7 @@ def _print(findings: list[Finding], *, as_json: bool) -> None:
 
 def examine(runs: Path, *, ask_hub: bool = True) -> list[Finding]:
     """Run all checks. `runs` is the folder of runs, whose disk is checked; `ask_hub`: send the hub a request."""
-    from engine.launch.requirements import missing_packages  # imported here: it loads pydantic
+    from engine.checks.machine import missing_packages  # imported here: it loads pydantic
 
     findings = [_own_version(), _python(), *_versions(), *([] if "torch" in missing_packages() else _torch()), *_gpus()]
     findings += [_hub_token(), *([_hub_access()] if ask_hub else []), _tmux(), _disk(runs)]
@@ -122,8 +122,8 @@ def _python() -> Finding:
 
 
 def _versions() -> list[Finding]:
+    from engine.checks.machine import TRAINING_PACKAGES
     from engine.config.files.machine import install_command
-    from engine.launch.requirements import TRAINING_PACKAGES
 
     findings = []
     for package in (*TRAINING_PACKAGES, *CONSOLE_PACKAGES):

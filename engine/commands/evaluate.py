@@ -119,7 +119,7 @@ def evaluate(
     runs: RunsOption = None,
 ) -> None:
     """Score checkpoints of runs, or models, on held-out data. Scores of runs are saved, and compare shows them."""
-    from engine.launch.requirements import require_training_packages
+    from engine.checks.machine import require_training_packages
 
     require_training_packages()
     sets = (*(overrides or []), *([f"evaluate.limit={limit}"] if limit else []))
@@ -149,7 +149,7 @@ def evaluate(
 def _score_models(
     targets: list[str], profile: str, recipe: str, asked: Asked, *, only_tasks: bool
 ) -> tuple[list[Scored], TaskResults]:
-    from engine.budget.advise.gate import refuse_model
+    from engine.budget.advise.model_rules import refuse_model
 
     specs = [found for target in targets for found in _model_specs(target, recipe, profile, asked)]
     for _, spec in specs:

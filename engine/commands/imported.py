@@ -19,9 +19,9 @@ USUAL_PROFILE = "24gb"
 def import_configuration_file(
     file: Path, *, devices: int | None, name: str | None, to: Path | None, force: bool
 ) -> None:
+    from engine.checks.machine import own_profile
     from engine.extras.imports.convert import draft_of, write_recipe
     from engine.extras.imports.import_names import keep_matching_names
-    from engine.launch.requirements import own_profile
 
     draft = draft_of(file, devices=devices or 1)
     keep_matching_names(draft)
@@ -41,7 +41,7 @@ def import_configuration_file(
 
 def checked(profile: str, recipe: Path) -> list[str]:
     """Return what `recipes check` and `plan` say of an imported recipe, in lines."""
-    from engine.budget.advise.gate import ANY_PROFILE, problems_of_run
+    from engine.budget.advise.model_rules import ANY_PROFILE, problems_of_run
     from engine.budget.advise.parallel import settle_parallel
     from engine.budget.advise.plan import make_plan
     from engine.budget.advise.staged_plan import find_run_facts

@@ -74,7 +74,7 @@ def launch(
 ) -> None:
     """Write a job script for a cluster, or a file for a service. Nothing is submitted; the resolved run spec is written
     next to it."""
-    from engine.budget.advise.gate import admit
+    from engine.budget.advise.model_rules import admit
     from engine.extras.jobs.cluster_scripts import Job, skypilot_task, slurm_script
     from engine.extras.jobs.container_jobs import CONTAINER_TARGETS, Container
     from engine.launch.create_run import plan_admitted, resolve_start

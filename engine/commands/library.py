@@ -297,7 +297,7 @@ def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
 def _check_start(file: SpecFile) -> tuple[list[str], list[str]]:
     """Why a recipe cannot be started, one line per problem, and what its start has to allow: on the profile that it
     names if that is found here, else on any. Its model is not checked where its config is not on this machine."""
-    from engine.budget.advise.gate import ANY_PROFILE, notes_on_code, notes_on_weights, problems_of_run
+    from engine.budget.advise.model_rules import ANY_PROFILE, notes_on_code, notes_on_weights, problems_of_run
     from engine.config.load import load_recipe, resolve
     from engine.config.schema.run import RunSpec
     from engine.config.stages import stage_specs
@@ -326,9 +326,9 @@ def _has_profile(name: str) -> bool:
 
 def _notes_on_trackers(kind: SpecKind, file: SpecFile) -> list[str]:
     """A note for trackers that are not installed: the file is valid, but `train` would refuse it."""
+    from engine.checks.machine import missing_trackers
     from engine.config.files.machine import install_packages
     from engine.config.load import load_recipe
-    from engine.launch.requirements import missing_trackers
 
     missing = missing_trackers(load_recipe(file)) if kind == "recipe" else []
     if not missing:

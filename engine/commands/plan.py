@@ -28,7 +28,7 @@ from engine.errors import DoesNotFitError
 if TYPE_CHECKING:
     from engine.architecture.lookup import ModelFacts
     from engine.budget.advise.auto_settings import Choice
-    from engine.budget.advise.gate import Admitted
+    from engine.budget.advise.model_rules import Admitted
     from engine.budget.advise.plan import Plan
     from engine.budget.advise.search import Advice, Suggestion
     from engine.budget.advise.staged_plan import StagedPlan
@@ -297,7 +297,7 @@ def _admitted(profile: str, recipe: str, overrides: Sequence[str]) -> list[Admit
     """Resolve profile, recipe and overrides, and ask the gate; returns the run, or every point of a sweep. Refuses what
     `train` refuses."""
     from engine.architecture.lookup import bring_config
-    from engine.budget.advise.gate import admit
+    from engine.budget.advise.model_rules import admit
     from engine.config.load import resolve
     from engine.config.sweep import sweep_points
 

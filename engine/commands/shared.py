@@ -301,7 +301,7 @@ def importing() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:
-        from engine.launch.requirements import require_training_packages
+        from engine.checks.machine import require_training_packages
 
         require_training_packages()
         yield

@@ -244,7 +244,7 @@ def _with_files(words: list[str]) -> list[str]:
     """With `-p` and `-r` where no profile or recipe is given: the user's own, else the demo's."""
     if "--run-spec" in words:
         return words
-    from engine.launch.requirements import own_profile, own_recipe
+    from engine.checks.machine import own_profile, own_recipe
 
     if not _gives_profile(words) and words[0] != "data":
         words = [*words, "-p", own_profile() or "demo"]

@@ -11,12 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from engine.architecture.model_folder import refuse_no_weights
-from engine.budget.advise.gate import Admitted, admit
+from engine.budget.advise.model_rules import Admitted, admit
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.advise.preflight import free_bytes, notes_on_model, warnings_of
 from engine.budget.advise.row_notes import notes_on_rows
 from engine.budget.advise.staged_plan import RunFacts, StagePlan, disk_warnings, make_staged_plan, planning_specs
 from engine.budget.predict.shards import require_shards
+from engine.checks.machine import (
+    own_profile,
+    own_recipe,
+    require_device,
+    require_hub,
+    require_trackers,
+    require_training_packages,
+)
 from engine.config.check.hardware_rules import require_launcher, require_matching_devices
 from engine.config.files.data_files import require_data_files
 from engine.config.files.find import RUN_PREFIX, split_run_reference
@@ -31,14 +39,6 @@ from engine.journal.index import record_start, resolve_run
 from engine.journal.queue import Queue, QueueState
 from engine.launch.destinations import allow_typed, notes_on_destinations
 from engine.launch.other_processes import with_simulations
-from engine.launch.requirements import (
-    own_profile,
-    own_recipe,
-    require_device,
-    require_hub,
-    require_trackers,
-    require_training_packages,
-)
 from engine.launch.start_options import StartOptions
 
 
@@ -164,7 +164,7 @@ def create_run(
     s for a hub that does not answer. A screen calls this in a thread.
 
     Raises:
-        UsageError: the gate refuses the run (`engine.budget.advise.gate`).
+        UsageError: the gate refuses the run (`engine.budget.advise.model_rules`).
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
         DataError: files of the data do not exist.
         EnvironmentProblem: the folder cannot be written, packages are missing, torch is too old for sharded weights,

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from engine.budget.predict.simulated import simulation_file
+from engine.checks.machine import require_training_packages
 from engine.config.schema.run import RunSpec
 from engine.errors import EnvironmentProblem, NotSimulatedError, UsageError
 from engine.journal.chats import create_chat, is_answering, list_chats
 from engine.journal.directory import RunDirectory
 from engine.journal.liveness import refuse_if_claimed
 from engine.launch.process import ENTRY_FILE, engine_environment, record_started
-from engine.launch.requirements import require_training_packages
 
 SIMULATING = "{}: no memory formula for this model or its adapter; simulating a step, which takes seconds to minutes"
 FREE_MEMORY = "free some host memory"

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+from engine.checks.machine import require_training_packages
 from engine.config.files.machine import working_directory
 from engine.errors import FULL_DISK, KILLED_CODE, EnvironmentProblem, TunedeckError
 from engine.journal import control
@@ -38,7 +39,6 @@ from engine.journal.liveness import (
     refuse_if_claimed,
 )
 from engine.journal.stages import stage_directories
-from engine.launch.requirements import require_training_packages
 
 _PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
 _CHECKOUT_ENTRY = _PACKAGES_FOLDER / "tunedeck.py"

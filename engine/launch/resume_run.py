@@ -8,10 +8,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from engine.budget.advise.gate import refusals
+from engine.budget.advise.model_rules import refusals
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.preflight import warnings_of
 from engine.budget.advise.staged_plan import RunFacts, find_run_facts
+from engine.checks.machine import require_trackers
 from engine.config.check.hardware_rules import require_matching_devices
 from engine.config.load import Resolved, dump_run_spec, load_run_spec, override
 from engine.config.schema.run import RunSpec
@@ -40,7 +41,6 @@ from engine.launch.changed_keys import (
 )
 from engine.launch.create_run import drop_untrusted_limits
 from engine.launch.destinations import allow_typed, notes_on_destinations
-from engine.launch.requirements import require_trackers
 
 
 def prepare_resume(

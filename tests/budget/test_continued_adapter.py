@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.architecture.lookup import find_architecture, find_facts
-from engine.budget.advise.gate import admit
+from engine.budget.advise.model_rules import admit
 from engine.budget.advise.plan import make_plan
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of

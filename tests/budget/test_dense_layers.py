@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.architecture.lookup import find_architecture, find_facts
-from engine.budget.advise.gate import refuse_unsafe
+from engine.budget.advise.model_rules import refuse_unsafe
 from engine.budget.predict.prediction import predict
 from engine.errors import UsageError
 from tests.budget.metered_step import QWEN3_MOE, folder_of, measured_step, run_spec

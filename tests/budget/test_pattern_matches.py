@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from engine.architecture.facts import from_config
 from engine.architecture.lookup import find_architecture
 from engine.architecture.parameters import adaptable_names, parameter_names
-from engine.budget.advise.gate import refuse_patterns
+from engine.budget.advise.model_rules import refuse_patterns
 from engine.cli import app
 from engine.config.load import resolve
 from engine.errors import DataError, UsageError

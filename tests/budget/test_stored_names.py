@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.type_cell import write_tiny
 from benchmarks.type_configs import tiny_config
-from engine.budget.advise.gate import notes_on_weights, problems_of_run
+from engine.budget.advise.model_rules import notes_on_weights, problems_of_run
 from engine.config.schema.run import RunSpec
 from tests.model.samples import FAMILIES, run_spec, write_model
 

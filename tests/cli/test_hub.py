@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.checks import machine as requirements
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
-from engine.launch import requirements
 from tests.cli.conftest import Tunedeck
 from tests.cli.small_recipes import write_profile, write_recipe
 
@@ -131,7 +131,7 @@ def test_online_the_hub_is_asked_once(
 
 def test_a_hub_that_cannot_be_reached_does_not_answer() -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    code = "from engine.launch.requirements import hub_answers; print(hub_answers())"
+    code = "from engine.checks.machine import hub_answers; print(hub_answers())"
     done = subprocess.run(
         [sys.executable, "-c", code], check=False, cwd=ROOT, env=environment, capture_output=True, text=True
     )

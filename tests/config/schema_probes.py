@@ -18,6 +18,7 @@ from engine.architecture.positions import scaled_config
 from engine.batching.budget import CLEAN_STEPS_TO_GROW
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.preflight import warnings_of
+from engine.checks.machine import missing_trackers
 from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
 from engine.config.stages import stage_specs
@@ -32,7 +33,6 @@ from engine.journal.directory import create_run_directory
 from engine.journal.events import EventWriter, Journal
 from engine.launch.destinations import notes_on_destinations
 from engine.launch.environment import device_environment
-from engine.launch.requirements import missing_trackers
 from engine.model.tokenizer import load_image_processor, load_tokenizer
 from engine.train.run.main import run as train
 from engine.train.run.setup import make_order

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel
 
 from engine.architecture.lookup import find_facts
-from engine.budget.advise.gate import refuse_unsafe
+from engine.budget.advise.model_rules import refuse_unsafe
 from engine.config.check.notes import refuse_unsupported
 from engine.config.load import resolve
 from engine.config.schema.recipe import Recipe

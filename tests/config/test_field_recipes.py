@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.budget.advise.gate import admit
+from engine.budget.advise.model_rules import admit
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.staged_plan import planning_specs

@@ -145,7 +145,7 @@ ROWS = {
     "launch/create_run:resolve_start: leave out one of them": Row(
         finished_run, "train --run-spec x.toml -r mine.toml", "plan -p here.toml -r mine.toml"
     ),
-    "launch/requirements:require_trackers": Row(
+    "checks/machine:require_trackers": Row(
         own_files, "queue add -p mine -r r.toml" + at("trackers.use", "[\\\"mlflow\\\"]"),
         "queue add -p mine -r r.toml" + at("trackers.use", "[]"),
     ),

@@ -95,7 +95,7 @@ def judged(folder: Path) -> None:
 
 
 ROWS = {
-    "budget/advise/gate:refuse_patterns": Row(
+    "budget/advise/model_rules:refuse_patterns": Row(
         sees, FOLDER_MODEL + at("method.train_only", "[\\\"model.visual\\\"]"),
         FOLDER_MODEL + at("method.train_only", "[\\\"model.language_model\\\"]"),
     ),

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from engine.budget.advise.gate import admit
+from engine.budget.advise.model_rules import admit
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.preflight import notes_on_model, warnings_of
 from engine.budget.advise.row_notes import notes_on_rows
 from engine.budget.advise.staged_plan import make_staged_plan, planning_specs
+from engine.checks.machine import missing_trackers
 from engine.commands.launch import _launcher
 from engine.commands.train import finish_run
 from engine.config.files.data_files import require_data_files
@@ -43,7 +44,6 @@ from engine.launch.create_run import prepare_run
 from engine.launch.destinations import notes_on_destinations
 from engine.launch.environment import device_environment
 from engine.launch.process import start_engine
-from engine.launch.requirements import missing_trackers
 from engine.model.load import load_model
 from engine.model.tokenizer import load_tokenizer
 from engine.model.trained import parameter_groups

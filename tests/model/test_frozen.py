@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from engine.architecture.facts import from_config
 from engine.architecture.lookup import find_facts
 from engine.architecture.parameters import globs_of_parts, parameter_names
-from engine.budget.advise.gate import refuse_patterns
+from engine.budget.advise.model_rules import refuse_patterns
 from engine.budget.advise.preflight import warnings_of
 from engine.budget.trace.memory_config import patterns_of
 from engine.budget.trace.trainable import learning_names

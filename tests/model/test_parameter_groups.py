@@ -9,7 +9,7 @@ import pytest
 from torch.nn import Parameter
 
 from engine.architecture.lookup import find_facts
-from engine.budget.advise.gate import refuse_unsafe
+from engine.budget.advise.model_rules import refuse_unsafe
 from engine.budget.advise.preflight import warnings_of
 from engine.budget.trace.memory_config import memory_config_of
 from engine.budget.trace.trainable import trained_parameters

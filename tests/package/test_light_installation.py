@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from engine.checks.machine import TRAINING_PACKAGES
 from engine.config.files.machine import install_command
-from engine.launch.requirements import TRAINING_PACKAGES
 from tests.package.conftest import Distributions, Installation, install
 from tests.package.test_wheel import OPEN_LAUNCH, run
 

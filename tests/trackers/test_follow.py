@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.checks.machine import require_trackers
 from engine.config.load import resolve
 from engine.errors import EnvironmentProblem
 from engine.extras.trackers import tracker
@@ -19,7 +20,6 @@ from engine.extras.trackers.wandb_tracker import WandbTracker
 from engine.journal.directory import RunDirectory
 from engine.journal.events import EventWriter
 from engine.journal.forwarding import read_record
-from engine.launch.requirements import require_trackers
 from tests.trackers.look_alikes import (
     TRACKERS,
     calls_of_wandb,

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.budget.advise.gate import refusals
+from engine.budget.advise.model_rules import refusals
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import Plan, Verdict, make_plan
 from engine.budget.advise.staged_plan import RunFacts, StagedPlan, StagePlan, find_run_facts, make_staged_plan
+from engine.checks.machine import missing_trackers
 from engine.config.check.hardware_rules import parse_device_indices, require_launcher, require_matching_devices
 from engine.config.files.caches import offline_variable
 from engine.config.files.data_files import find_data_files
@@ -38,7 +39,6 @@ from engine.errors import (
     UsageError,
 )
 from engine.journal.event_text import describe_verdict
-from engine.launch.requirements import missing_trackers
 from tui.launch.choice import Choice
 from tui.launch.fields import DEVICES, NAME, row_of_key, stage_row
 from tui.launch.needs import needed_disk

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.architecture.lookup import ModelFacts, shipped_entries
 from engine.architecture.positions import positions_of
-from engine.budget.advise.gate import admit
+from engine.budget.advise.model_rules import admit
 from engine.budget.advise.plan import Plan, find_predictor, make_plan
 from engine.budget.calibration import calibration_file
 from engine.budget.predict.pace import pace_file

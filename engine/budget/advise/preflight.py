@@ -1,5 +1,5 @@
 """Warns before a run starts, each time with the reason and a fix. A warning does not stop a run; what does is in
-`engine.budget.advise.gate`.
+`engine.budget.advise.model_rules`.
 
 Try: `tunedeck plan -p 80gb -r qlora --set model.id=openai/gpt-oss-20b`
 """

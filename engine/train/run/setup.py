@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from engine.architecture.lookup import ModelFacts
 from engine.architecture.support import refuse_unsafe_packing
 from engine.batching.predicted_cost import MicroBatchCost, cost_when_padded, micro_batch_cost, with_largest_image
-from engine.budget.advise.gate import refuse_unsafe
+from engine.budget.advise.model_rules import refuse_unsafe
 from engine.budget.advise.plan import Plan
 from engine.config.changes import with_changes
 from engine.config.check.notes import warmup_note
