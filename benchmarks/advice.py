@@ -23,10 +23,10 @@ from typing import Any
 
 from engine.architecture.lookup import find_architecture, find_facts
 from engine.budget.advise.levers import Lever, is_refused
-from engine.budget.advise.model_rules import admit
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.search import Advice, Suggestion, Trial, advise, changed, fits, possible_levers
 from engine.budget.predict.prediction import predict
+from engine.checks.run import PLAN, check_run
 from engine.config.changes import with_changes
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
@@ -69,7 +69,7 @@ class Question:
     def spec(self, more: Sequence[str] = ()) -> RunSpec:
         """Resolve and check the run spec, with `more` overrides (KEY=VALUE) after the question's own. Raises
         TunedeckError if the spec is refused."""
-        return admit(resolve(self.profile, self.recipe, [*self.overrides, *more]).spec).spec
+        return check_run(resolve(self.profile, self.recipe, [*self.overrides, *more]).spec, PLAN).require().spec
 
 
 def questions(count: int, seed: int) -> Iterator[tuple[Question, RunSpec]]:

@@ -14,9 +14,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from engine.budget.advise.model_rules import problems_of_run
 from engine.budget.advise.plan import Plan, make_plan
 from engine.budget.predict.simulated import keep_simulation
+from engine.checks.run import problems_of_run
 from engine.commands.background import simulation
 from engine.config.schema.run import RunSpec
 from engine.errors import NotSimulatedError, TunedeckError

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.type_configs import tiny_config
-from engine.budget.advise.model_rules import problems_of_run
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.staged_plan import find_run_facts
+from engine.checks.run import problems_of_run
 from engine.config.load import resolve
 from engine.errors import SpecError, TunedeckError
 from engine.extras.imports.convert import draft_of, name_for, recipe_text

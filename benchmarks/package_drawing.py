@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, ROW, GAP, LEFT, NAME_WIDTH = 960, 26, 6, 16, 150
 COLOURS = {"interface": "#e8e6fb", "extra": "#fdf0da", "core": "#e2f0e8", "bottom": "#e6edf5"}
-LIGHT = ("launch", "budget", "architecture", "journal", "config", "errors")
+LIGHT = ("launch", "checks", "budget", "architecture", "journal", "config", "errors")
 """The packages that import no torch, as the contract of the same file says."""
 
 
@@ -25,11 +25,11 @@ def drawing() -> str:
     rows: list[tuple[str, str, str]] = [("tui", sentence(ROOT / "tui"), "interface")]
     for name in _layers():
         package = name.removeprefix("engine.").replace(".", "/")
-        top = package.partition("/")[0]
+        folder = package.partition("/")[0]
         if package == "extras":
             rows += [(f"extras/{path.name}", sentence(path), "extra") for path in _packages(ROOT / "engine" / "extras")]
             continue
-        kind = "interface" if top in ("cli", "commands") else "bottom" if top in LIGHT else "core"
+        kind = "interface" if folder in ("cli", "commands") else "bottom" if folder in LIGHT else "core"
         rows.append((package, sentence(ROOT / "engine" / package), kind))
     height = GAP + len(rows) * (ROW + GAP)
     lines = [

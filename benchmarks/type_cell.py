@@ -20,8 +20,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from benchmarks.family_cell import Problem, error_of, finished, planned
 from benchmarks.type_configs import tiny_config
-from engine.budget.advise.model_rules import problems_of_run
 from engine.budget.predict.simulated import keep_simulation
+from engine.checks.run import problems_of_run
 from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
 from engine.data.batch import Batch

@@ -159,14 +159,14 @@ class Missing(NamedTuple):
     """The command or option with which a run finds it."""
 
 
-def require_hub(specs: Iterable[RunSpec], *, unreachable: bool = False) -> None:
+def require_hub(specs: Iterable[RunSpec], *, answers: Callable[[], bool] | None = None) -> None:
     """Raise EnvironmentProblem if the runs need something that is not here, and the hub may not be asked (offline mode)
-    or does not answer. `unreachable`: it was asked just now and did not answer."""
+    or does not answer. `answers` asks it."""
     missing = list(dict.fromkeys(found for spec in specs for found in missing_from_cache(spec)))
     if not missing:
         return
     variable = offline_variable()
-    if variable is None and not unreachable and hub_answers():
+    if variable is None and (answers or hub_answers)():
         return
     names = " and ".join(each.what for each in missing)
     why = f"{variable} is set" if variable else "the hub is not reachable"

@@ -140,7 +140,7 @@ def _run_spec(place: RunDirectory, asked: Asked) -> RunSpec:
 def _of_model(target: str, asked: Asked, trust_remote_code: bool) -> list[ChatSource]:
     """A model, on this machine unless -p names a profile. Raises UsageError for one that can't answer, and for --base
     if it is no adapter."""
-    from engine.budget.advise.model_rules import refuse_model
+    from engine.checks.run import check_model
     from engine.commands.model_specs import spec_for_base, spec_for_model
 
     recipe = asked.recipe or ("lora" if Path(target, "adapter_config.json").is_file() else "full")
@@ -153,7 +153,7 @@ def _of_model(target: str, asked: Asked, trust_remote_code: bool) -> list[ChatSo
             )
         specs[target] = spec_for_model(target, recipe, *settings, trust_remote_code=trust_remote_code)
     for spec in specs.values():
-        refuse_model(spec)
+        check_model(spec)
         prepare_libraries(spec)
     with importing():
         from engine.extras.chat.sources import ChatSource

@@ -19,6 +19,7 @@ from engine.commands.shared import (
     make_console,
     print_json,
     print_line,
+    print_notices,
     print_progress,
 )
 
@@ -97,18 +98,18 @@ def data(
     as_json: JsonOption = False,
 ) -> None:
     """Show a recipe's data as the model will see it. Also target tokens, lengths, and what was dropped and why."""
-    from engine.config.check.notes import refuse_unsupported
-    from engine.config.files.data_files import require_data_files
+    from engine.checks.run import DATA, check_runs, require_all
     from engine.config.load import resolve
     from engine.errors import UsageError
 
     # Before the imports, which take seconds.
-    specs = data_specs(resolve(profile or DEFAULT_PROFILE, recipe, overrides or ()).spec, stage)
+    resolved = resolve(profile or DEFAULT_PROFILE, recipe, overrides or ())
+    specs = data_specs(resolved.spec, stage)
     if len(specs) > 1 and (row is not None or find is not None):
         raise UsageError("--row and --find need one stage of this recipe", fix=f"add --stage {list(specs)[-1]}")
-    for spec in specs.values():
-        refuse_unsupported(spec)
-        require_data_files(spec.recipe)
+    runs = check_runs(resolved.spec, DATA)
+    require_all(runs)
+    print_notices(dict.fromkeys(notice for run in runs for notice in run.reported))
     with importing():
         from engine.data.prepare import prepare_data
         from engine.model.config import check_packing

@@ -149,11 +149,11 @@ def evaluate(
 def _score_models(
     targets: list[str], profile: str, recipe: str, asked: Asked, *, only_tasks: bool
 ) -> tuple[list[Scored], TaskResults]:
-    from engine.budget.advise.model_rules import refuse_model
+    from engine.checks.run import check_model
 
     specs = [found for target in targets for found in _model_specs(target, recipe, profile, asked)]
     for _, spec in specs:
-        refuse_model(spec)
+        check_model(spec)
     refuse_code_of_tasks([each for each in specs if each[1].recipe.evaluate.harness])
     results = [] if only_tasks else [_score_model(name, spec, asked) for name, spec in specs]
     return results, _on_tasks([each for each in specs if each[1].recipe.evaluate.harness])

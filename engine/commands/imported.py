@@ -41,10 +41,8 @@ def import_configuration_file(
 
 def checked(profile: str, recipe: Path) -> list[str]:
     """Return what `recipes check` and `plan` say of an imported recipe, in lines."""
-    from engine.budget.advise.model_rules import ANY_PROFILE, problems_of_run
-    from engine.budget.advise.parallel import settle_parallel
     from engine.budget.advise.plan import make_plan
-    from engine.budget.advise.staged_plan import find_run_facts
+    from engine.checks.run import ANY_PROFILE, CHECK, check_run, problems_of_run
     from engine.commands.plan_text import summary_lines
     from engine.config.load import resolve
     from engine.errors import TunedeckError
@@ -54,10 +52,9 @@ def checked(profile: str, recipe: Path) -> list[str]:
         problems = problems_of_run(spec.model_copy(update={"profile": ANY_PROFILE}))
         lines = [f"check: {problem}" for problem in problems] or ["check: no problem"]
         if not problems:
-            facts = find_run_facts(spec)
-            settled = settle_parallel(spec, facts).spec
-            plan = make_plan(settled, facts=facts.of(settled.recipe.model))
-            lines += [f"plan on {profile}: {line}" for line in summary_lines(plan, settled)[:2]]
+            run = check_run(spec, CHECK)
+            plan = make_plan(run.spec, facts=run.facts.of(run.spec.recipe.model))
+            lines += [f"plan on {profile}: {line}" for line in summary_lines(plan, run.spec)[:2]]
     except TunedeckError as error:
         return [f"check: {line}" for line in error.render().splitlines()]
     return [visible(line) for line in lines]

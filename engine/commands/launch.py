@@ -74,10 +74,10 @@ def launch(
 ) -> None:
     """Write a job script for a cluster, or a file for a service. Nothing is submitted; the resolved run spec is written
     next to it."""
-    from engine.budget.advise.model_rules import admit
+    from engine.checks.run import JOB, check_run
     from engine.extras.jobs.cluster_scripts import Job, skypilot_task, slurm_script
     from engine.extras.jobs.container_jobs import CONTAINER_TARGETS, Container
-    from engine.launch.create_run import plan_admitted, resolve_start
+    from engine.launch.create_run import plan_checked, resolve_start
     from engine.launch.environment import refuse_stages
     from engine.launch.process import ENTRY_FILE
 
@@ -86,11 +86,16 @@ def launch(
     _refuse_what_target_ignores(launcher, image, gpu)
     gpu = gpu or resolved.spec.profile.nodes.accelerators
     _require_what_target_needs(resolved.spec, launcher, image, gpu)
-    refuse_stages(resolved.spec, launcher)
-    spec, facts, settled = admit(resolved.spec)
-    print_notices([*resolved.notices, *settled])
     folder = runs_folder(options.runs)
-    print_notices(plan_admitted(spec, facts, folder, force=options.force)[1])
+    checked = check_run(resolved.spec, JOB, folder=folder)
+    try:
+        refuse_stages(checked.spec, launcher)
+    except UsageError as error:
+        checked.require(error)
+    checked.require()
+    spec, facts = checked.spec, checked.facts
+    print_notices([*resolved.notices, *checked.notices, *checked.reported])
+    print_notices(plan_checked(spec, facts, force=options.force)[1])
     container = CONTAINER_TARGETS.get(launcher)
     suffix = container.suffix if container else SCRIPT_SUFFIXES[launcher]
     script = (out or Path(spec.name + suffix)).absolute()

@@ -11,11 +11,12 @@ import typer
 
 from engine.commands.completion import names_in_group, recipe_names
 from engine.commands.shared import JsonOption, print_json, print_line, print_notices, print_progress, print_text
-from engine.errors import SpecError, UsageError
+from engine.errors import SpecError, TunedeckError, UsageError
 
 if TYPE_CHECKING:
     from engine.budget.advise.plan import Plan
     from engine.budget.advise.staged_plan import StagedPlan
+    from engine.checks.rule import Finding
     from engine.config.files.find import SpecFile, SpecKind
 
 
@@ -268,11 +269,13 @@ def _show(kind: SpecKind, name: str, as_json: bool) -> None:
 
 
 def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
+    from engine.checks.rule import one_error
     from engine.config.files.find import find_spec_file
     from engine.config.load import load_spec_file, name_note
 
     problems: list[str] = []
     notes: list[str] = []
+    errors: list[TunedeckError] = []
     for name in names:
         try:
             file = find_spec_file(kind, name)
@@ -280,24 +283,28 @@ def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
             notes += [note] if (note := name_note(file)) else []
             if kind == "recipe":
                 found, noted = _check_start(file)
-                problems += found
-                notes += noted
-            notes += _notes_on_trackers(kind, file)
+                problems += [f"{file.path}: {line}" for finding in found for line in finding.lines()]
+                errors += [finding.error for finding in found]
+                notes += [f"{file.name}: {note}" for note in noted]
         except SpecError as error:
             problems += error.problems
+            errors.append(error)
+    failure = one_error(errors)
     if as_json:
         print_json({"ok": not problems, "problems": problems, "notes": notes})
-        raise typer.Exit(SpecError.exit_code if problems else 0)
-    if problems:
-        raise SpecError(problems)
+        raise typer.Exit(failure.exit_code if failure is not None else 0)
     print_notices(notes)
+    if failure is not None:
+        shown = SpecError(problems)
+        shown.exit_code = failure.exit_code
+        raise shown
     print_line(f"{len(names)} file{'s' * (len(names) > 1)} checked, no problems")
 
 
-def _check_start(file: SpecFile) -> tuple[list[str], list[str]]:
-    """Why a recipe cannot be started, one line per problem, and what its start has to allow: on the profile that it
+def _check_start(file: SpecFile) -> tuple[list[Finding], list[str]]:
+    """Why a recipe cannot be trained, and what a start on this machine would be refused for: on the profile that it
     names if that is found here, else on any. Its model is not checked where its config is not on this machine."""
-    from engine.budget.advise.model_rules import ANY_PROFILE, notes_on_code, notes_on_weights, problems_of_run
+    from engine.checks.run import ANY_PROFILE, CHECK, check_runs
     from engine.config.load import load_recipe, resolve
     from engine.config.schema.run import RunSpec
     from engine.config.stages import stage_specs
@@ -308,10 +315,10 @@ def _check_start(file: SpecFile) -> tuple[list[str], list[str]]:
     if recipe.profile is not None and _has_profile(recipe.profile):
         spec = resolve(recipe.profile, str(file.path)).spec
     recipes = [part.recipe for part in (spec, *(stage_specs(spec) if spec.recipe.stages else []))]
-    return (
-        [f"{file.path}: {problem}" for problem in problems_of_run(spec)],
-        [f"{file.name}: {note}" for note in (*notes_on_code(spec), *notes_on_weights(spec), *notes_on_tasks(recipes))],
-    )
+    runs = check_runs(spec, CHECK)
+    found = {finding.error.render(): finding for run in runs for finding in run.refused}
+    notes = dict.fromkeys(note for run in runs for note in run.reported)
+    return list(found.values()), [*notes, *notes_on_tasks(recipes)]
 
 
 def _has_profile(name: str) -> bool:
@@ -322,18 +329,6 @@ def _has_profile(name: str) -> bool:
     except SpecError:
         return False
     return True
-
-
-def _notes_on_trackers(kind: SpecKind, file: SpecFile) -> list[str]:
-    """A note for trackers that are not installed: the file is valid, but `train` would refuse it."""
-    from engine.checks.machine import missing_trackers
-    from engine.config.files.machine import install_packages
-    from engine.config.load import load_recipe
-
-    missing = missing_trackers(load_recipe(file)) if kind == "recipe" else []
-    if not missing:
-        return []
-    return [f"{file.name}: trackers.use: not installed here: {', '.join(missing)}; {install_packages(*missing)}"]
 
 
 def _export(kind: SpecKind, name: str, to: Path | None, force: bool) -> None:

@@ -26,12 +26,11 @@ from engine.commands.shared import (
 from engine.errors import DoesNotFitError
 
 if TYPE_CHECKING:
-    from engine.architecture.lookup import ModelFacts
     from engine.budget.advise.auto_settings import Choice
-    from engine.budget.advise.model_rules import Admitted
     from engine.budget.advise.plan import Plan
     from engine.budget.advise.search import Advice, Suggestion
     from engine.budget.advise.staged_plan import StagedPlan
+    from engine.checks.run import CheckedRun
     from engine.config.schema.run import RunSpec
 
 ExactOption = Annotated[
@@ -67,29 +66,33 @@ def plan(
 ) -> None:
     """Predict how much memory a run needs, phase by phase. Exit code 3 when it does not fit."""
     from engine.budget.advise.plan import considered, make_plan
+    from engine.errors import UsageError
     from engine.launch.other_processes import with_simulations
 
-    points = _admitted(profile, recipe, overrides or [])
+    points = _checked(profile, recipe, overrides or [], runs_folder(runs))
     if _are_of_sweep(points) and not evaluation:
+        _report(points)
         _plan_sweep(points, as_json=as_json)
         return
     run = _worst(points)
     if evaluation:
         stage = stage or _last_trained(run.spec)
     if run.spec.recipe.stages and stage is None:
-        _plan_stages(run, runs, as_json=as_json, exact=exact)
+        if exact:
+            raise UsageError("--exact simulates one stage", fix=f"name it: --stage {run.spec.recipe.stages[0].name}")
+        _report(points)
+        _plan_stages(run, as_json=as_json)
         return
     spec, facts = _of_stage(run.spec, stage), run.facts
     of_model = facts.of(spec.recipe.model)
     if evaluation:
         _plan_evaluation(spec, as_json=as_json)
         return
+    _report(points)
     if exact:
-        _warn(spec, of_model, runs, simulated=True)
         _exactly(spec, as_json)
         return
     planned = with_simulations(lambda: make_plan(spec, facts=of_model), print_progress)
-    _warn(spec, of_model, runs, simulated=planned.predictor == "simulated")
     others = considered(spec, planned, of_model) if why else []
     if as_json:
         print_json(planned.as_json() | ({"considered": [each._asdict() for each in others]} if why else {}))
@@ -123,11 +126,11 @@ def _plan_evaluation(spec: RunSpec, *, as_json: bool) -> None:
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
-def _are_of_sweep(points: list[Admitted]) -> bool:
+def _are_of_sweep(points: list[CheckedRun]) -> bool:
     return any(point.spec.provenance.sweep is not None for point in points)
 
 
-def _plan_sweep(points: list[Admitted], *, as_json: bool) -> None:
+def _plan_sweep(points: list[CheckedRun], *, as_json: bool) -> None:
     """Print a line for each point of a sweep (a combination of its values), and the name of the point with the least
     memory left. Exits with code 3 when a point does not fit."""
     from engine.journal.event_text import describe_verdict
@@ -146,13 +149,13 @@ def _plan_sweep(points: list[Admitted], *, as_json: bool) -> None:
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
-def _planned(points: list[Admitted]) -> list[tuple[RunSpec, Plan | StagedPlan]]:
+def _planned(points: list[CheckedRun]) -> list[tuple[RunSpec, Plan | StagedPlan]]:
     """Return (run spec, plan) of every point of a sweep."""
     from engine.budget.advise.plan import make_plan
     from engine.budget.advise.staged_plan import make_staged_plan
     from engine.launch.other_processes import with_simulations
 
-    def plan_of(point: Admitted) -> Plan | StagedPlan:
+    def plan_of(point: CheckedRun) -> Plan | StagedPlan:
         if point.spec.recipe.stages:
             return make_staged_plan(point.spec, point.facts)
         return make_plan(point.spec, facts=point.facts.of(point.spec.recipe.model))
@@ -169,7 +172,7 @@ def _memory_left(planned: Plan | StagedPlan) -> int | None:
     return worst.margin_bytes if worst is not None else None
 
 
-def _worst(points: list[Admitted]) -> Admitted:
+def _worst(points: list[CheckedRun]) -> CheckedRun:
     """Return the point of a sweep with the least memory left, and print a notice that names it. Returns the first if
     no point has a plan, or if this is no sweep."""
     if not _are_of_sweep(points):
@@ -191,47 +194,20 @@ def _of_stage(spec: RunSpec, name: str | None) -> RunSpec:
     return spec if name is None else planning_spec(spec, enabled_stage(spec.recipe, name))
 
 
-def _plan_stages(run: Admitted, runs: Path | None, *, as_json: bool, exact: bool) -> None:
-    """Print a line for each stage of a staged run, or with `as_json` one document. Raises UsageError if `exact`, which
-    needs a single stage; exits with code 3 when a stage does not fit."""
+def _plan_stages(run: CheckedRun, *, as_json: bool) -> None:
+    """Print a line for each stage of a staged run, or with `as_json` one document. Exits with code 3 when a stage does
+    not fit."""
     from engine.budget.advise.staged_plan import make_staged_plan
     from engine.commands import plan_text as text
-    from engine.errors import UsageError
     from engine.launch.other_processes import with_simulations
 
-    if exact:
-        raise UsageError("--exact simulates one stage", fix=f"name it: --stage {run.spec.recipe.stages[0].name}")
     planned = with_simulations(lambda: make_staged_plan(run.spec, run.facts), print_progress)
-    for stage in planned.stages:
-        if stage.plan is not None:
-            of_model = run.facts.of(stage.spec.recipe.model)
-            _warn(stage.spec, of_model, runs, simulated=stage.plan.predictor == "simulated")
     if as_json:
         print_json(planned.as_json())
     else:
         print_line("\n".join(text.stage_lines(planned, run.spec, shutil.get_terminal_size().columns)))
     if planned.verdict == "does_not_fit":
         raise typer.Exit(DoesNotFitError.exit_code)
-
-
-def _warn(spec: RunSpec, facts: ModelFacts, runs: Path | None, *, simulated: bool = False) -> None:
-    """Print the warnings about a run. With `simulated`, print none if the budget does not know the model's
-    architecture."""
-    from engine.budget.advise.preflight import (
-        free_bytes,
-        notes_on_kernels,
-        notes_on_model,
-        notes_on_serving,
-        warnings_of,
-    )
-    from engine.budget.advise.row_notes import notes_on_rows
-    from engine.errors import UnknownArchitectureError
-
-    print_notices([*notes_on_model(spec.recipe, facts), *notes_on_rows(spec.recipe)])
-    print_notices([*notes_on_serving(spec.recipe), *notes_on_kernels(spec)])
-    if simulated and isinstance(facts.reason, UnknownArchitectureError):
-        return
-    print_notices(warnings_of(facts, spec, free_disk_bytes=free_bytes(runs_folder(runs))))
 
 
 def _exactly(spec: RunSpec, as_json: bool) -> None:
@@ -266,7 +242,8 @@ def advise(
     from engine.errors import UsageError
     from engine.launch.other_processes import with_simulations
 
-    spec = _worst(_admitted(profile, recipe, overrides or [])).spec
+    points = _checked(profile, recipe, overrides or [])
+    spec = _worst(points).spec
     if spec.recipe.stages and (stage is None or write is not None):
         name = spec.recipe.stages[0].name
         raise UsageError(
@@ -275,6 +252,7 @@ def advise(
             fix=f"add --stage {name}; apply a change with --set stages.{name}.KEY=VALUE",
         )
     spec = _of_stage(spec, stage)
+    _report(points)
     advice = with_simulations(lambda: search.advise(spec), print_progress)
     if write is not None:
         _write(advice, recipe, overrides or [], write)
@@ -293,22 +271,22 @@ def fit(**options: Any) -> None:
     advise(**options)
 
 
-def _admitted(profile: str, recipe: str, overrides: Sequence[str]) -> list[Admitted]:
-    """Resolve profile, recipe and overrides, and ask the gate; returns the run, or every point of a sweep. Refuses what
-    `train` refuses."""
-    from engine.architecture.lookup import bring_config
-    from engine.budget.advise.model_rules import admit
+def _checked(profile: str, recipe: str, overrides: Sequence[str], folder: Path | None = None) -> list[CheckedRun]:
+    """Resolve profile, recipe and overrides, and check them; returns the run, or every point of a sweep."""
+    from engine.checks.run import PLAN, check_runs, require_all
     from engine.config.load import resolve
-    from engine.config.sweep import sweep_points
 
     resolved = resolve(profile, recipe, overrides)
     print_notices(resolved.notices)
-    points = sweep_points(resolved.spec, force=True) if resolved.spec.recipe.sweep else [resolved.spec]
-    fetched = [notice for point in points for notice in bring_config(point)]
-    print_notices(dict.fromkeys(fetched))
-    admitted = [admit(point) for point in points]
-    print_notices(dict.fromkeys(notice for run in admitted for notice in run.notices))
-    return admitted
+    runs = check_runs(resolved.spec, PLAN, folder=folder)
+    require_all(runs, next((run.unreachable for run in runs if run.unreachable is not None), None))
+    print_notices(dict.fromkeys(notice for run in runs for notice in run.notices))
+    return runs
+
+
+def _report(runs: Sequence[CheckedRun]) -> None:
+    """Print what was found and does not prevent a plan."""
+    print_notices(dict.fromkeys(line for run in runs for line in run.reported))
 
 
 def _write(advice: Advice, recipe: str, overrides: Sequence[str], target: Path) -> None:

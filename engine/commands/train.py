@@ -43,7 +43,6 @@ def train(options: StartOptions) -> None:
     one run.
     """
     from engine.commands.follow import start_and_follow
-    from engine.config.check.hardware_rules import require_launcher
     from engine.launch.create_run import resolve_start
     from engine.launch.environment import find_launcher_rank, require_launchable
 
@@ -52,7 +51,6 @@ def train(options: StartOptions) -> None:
     if launcher_rank is None and resolved.spec.recipe.sweep:
         raise typer.Exit(train_sweep(resolved, options))
     if launcher_rank is None:
-        require_launcher(resolved.spec)
         directory = _create(resolved, options)
         start_and_follow(directory, detach=options.detach, as_json=options.as_json)
         return
@@ -274,8 +272,8 @@ def resume(
 
     --max-hours, --on-finish, --devices, --wait and --trust-remote-code stay as they were; 0 or "" removes one.
     """
+    from engine.checks.run import RESUME, RESUME_LAUNCHED
     from engine.commands.follow import start_and_follow
-    from engine.config.check.hardware_rules import require_launcher
     from engine.config.load import load_run_spec, override
     from engine.launch.environment import find_launcher_rank, require_launchable
     from engine.launch.resume_run import prepare_resume, refuse_stage
@@ -284,19 +282,20 @@ def resume(
     directory = find_run(run, options.runs)
     refuse_stage(directory)
 
+    launcher_rank = find_launcher_rank()
+    command = RESUME if launcher_rank is None else RESUME_LAUNCHED
+
     def prepare() -> None:
         notices = prepare_resume(
-            directory, overrides, limits, profile=profile, from_step=from_step, from_stage=from_stage
+            directory, overrides, limits, profile=profile, from_step=from_step, from_stage=from_stage, command=command
         )
         print_notices(notices)
 
-    spec = override(load_run_spec(directory.run_toml), overrides, profile=profile).spec
-    launcher_rank = find_launcher_rank()
     if launcher_rank is None:
-        require_launcher(spec)
         prepare()
         start_and_follow(directory, resume=True, from_step=from_step, detach=options.detach, as_json=options.as_json)
         return
+    spec = override(load_run_spec(directory.run_toml), overrides, profile=profile).spec
     require_launchable(spec, launcher_rank, detach=options.detach)
     raise typer.Exit(_resume_as_rank(spec, launcher_rank, directory, prepare, from_step, options.as_json))
 

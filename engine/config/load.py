@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from engine.config.check.check import check_table
 from engine.config.check.hardware_rules import merge_parallel, problems_of_parallel, problems_on_device
-from engine.config.check.notes import notes_of
 from engine.config.check.overrides import apply_overrides, leaf_items, leave_sweep, parse_overrides, set_value
 from engine.config.files.document import Document, Problem, parse_document, read_document, value_at
 from engine.config.files.find import SpecFile, SpecKind, find_spec_file, make_absolute
@@ -263,7 +262,7 @@ def _assemble(
         "provenance": provenance.model_copy(update=replaced),
         "limits": limits,
     }
-    return Resolved(RunSpec.model_validate(parts), [*notices, *notes_of(checked_recipe)])
+    return Resolved(RunSpec.model_validate(parts), notices)
 
 
 def _problems_on_device(profile: Profile, recipe: Recipe) -> list[Problem]:

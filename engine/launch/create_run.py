@@ -5,28 +5,19 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.architecture.model_folder import refuse_no_weights
-from engine.budget.advise.model_rules import Admitted, admit
 from engine.budget.advise.plan import Plan, make_plan
-from engine.budget.advise.preflight import free_bytes, notes_on_model, warnings_of
-from engine.budget.advise.row_notes import notes_on_rows
-from engine.budget.advise.staged_plan import RunFacts, StagePlan, disk_warnings, make_staged_plan, planning_specs
-from engine.budget.predict.shards import require_shards
-from engine.checks.machine import (
-    own_profile,
-    own_recipe,
-    require_device,
-    require_hub,
-    require_trackers,
-    require_training_packages,
-)
-from engine.config.check.hardware_rules import require_launcher, require_matching_devices
-from engine.config.files.data_files import require_data_files
+from engine.budget.advise.preflight import free_bytes
+from engine.budget.advise.staged_plan import RunFacts, StagePlan, disk_warnings, find_run_facts, make_staged_plan
+from engine.checks import machine
+from engine.checks.machine import own_profile, own_recipe
+from engine.checks.rules import RUN_KEYS
+from engine.checks.run import LAUNCHED, QUEUE, START, CheckedRun, Command, check_run
 from engine.config.files.find import RUN_PREFIX, split_run_reference
 from engine.config.files.trust import shared_folder_warning
 from engine.config.load import Resolved, brings_limits, dump_run_spec, load_run_spec, override, resolve
@@ -63,7 +54,6 @@ def resolve_start(options: StartOptions) -> Resolved:
         )
     else:
         resolved = resolve(profile, recipe, overrides, name=name, limits=limits)
-    require_matching_devices(resolved.spec)
     allow_typed(resolved.spec.recipe.finish, overrides)
     return resolved
 
@@ -73,17 +63,6 @@ def _own_files(options: StartOptions) -> list[str]:
     return profile + ([] if options.recipe else ["-r", own_recipe() or "demo"])
 
 
-def fetch_config(spec: RunSpec) -> tuple[list[str], bool]:
-    """Fetch the model's config, which the plan needs, unless it is here; returns notices, and whether the hub was asked
-    and did not answer. Raises TunedeckError if the hub answers and refuses."""
-    from engine.architecture.lookup import bring_config
-
-    try:
-        return bring_config(spec), False
-    except ConfigNotHereError:
-        return [], True
-
-
 def pin_runs(spec: RunSpec) -> RunSpec:
     """The run spec with the full path of each run that it starts from: "run:last" means the run that is the last one
     now, and in this folder. Raises UsageError if there is no such run."""
@@ -91,10 +70,6 @@ def pin_runs(spec: RunSpec) -> RunSpec:
     stages = [stage.model_copy(update={"model": _pinned(stage.model)}) for stage in recipe.stages]
     model = recipe.model.model_copy(update=_pinned({key: getattr(recipe.model, key) for key in RUN_KEYS}))
     return spec.model_copy(update={"recipe": recipe.model_copy(update={"model": model, "stages": stages})})
-
-
-RUN_KEYS = ("id", "tokenizer", "adapter")
-"""Keys of [model] that may be "run:RUN"."""
 
 
 def _pinned(model: dict[str, Any]) -> dict[str, Any]:
@@ -116,36 +91,32 @@ class PreparedRun:
     plan: dict[str, Any]
     """The document of plan.json."""
     notices: list[str]
-    unreachable: bool
-    """The hub was asked for the model's config and did not answer."""
 
 
 def prepare_run(
-    spec: RunSpec, folder: Path, *, force: bool = False, launched: bool = False, queued: bool = False
+    spec: RunSpec,
+    folder: Path,
+    *,
+    force: bool = False,
+    command: Command = START,
+    hub_answers: Callable[[], bool] | None = None,
 ) -> PreparedRun:
-    """Check and plan a run whose directory would be in `folder`; writes nothing. `queued`: the run starts later, so its
-    device and the files of its data need not exist yet. For the other parameters and the errors see `create_run`."""
-    require_training_packages()
-    spec = pin_runs(spec)
-    require_trackers(spec.recipe)
-    if not launched:
-        require_launcher(spec)
-    fetched, unreachable = fetch_config(spec)
-    admitted = admit(spec)
-    for part in planning_specs(admitted.spec):
-        refuse_no_weights(part.recipe.model)
-    spec = admitted.spec
-    if spec.profile.parallel.strategy == "sharded":
-        require_shards()
-    plan, notices = _planned(admitted, folder, force=force)
-    if not queued:
-        for part in planning_specs(spec):
-            require_data_files(part.recipe)
-        require_device(spec)
+    """Check and plan a run whose directory would be in `folder`; writes nothing. For the errors see `create_run`."""
+    checked = check_run(spec, command, folder=folder, hub_answers=hub_answers)
+    if any(finding.rule.level in ("error", "permission") for finding in checked.refused):
+        checked.require()
+    try:
+        spec = pin_runs(checked.spec)
+        plan, notices = _planned(replace(checked, spec=spec, facts=find_run_facts(spec)), folder, force=force)
+    except DoesNotFitError as error:
+        if checked.refused:
+            checked.require(error)
+        raise
+    checked.require()
     if force:
         spec = spec.model_copy(update={"limits": spec.limits.model_copy(update={"as_written": True})})
-    notices = [*fetched, *admitted.notices, *notices, *notes_on_destinations(spec.recipe.finish)]
-    return PreparedRun(spec, plan, notices, unreachable)
+    told = [*checked.notices, *checked.reported, *notices, *notes_on_destinations(spec.recipe.finish)]
+    return PreparedRun(spec, plan, told)
 
 
 def create_run(
@@ -164,15 +135,12 @@ def create_run(
     s for a hub that does not answer. A screen calls this in a thread.
 
     Raises:
-        UsageError: the gate refuses the run (`engine.budget.advise.model_rules`).
+        TunedeckError: a rule refuses the run (`engine.checks`), such as a wrong pattern, missing data, packages or
+            GPUs, or a model that is neither here nor can be fetched.
         DoesNotFitError: one sequence with every remedy exceeds the capacity, unless `force`.
-        DataError: files of the data do not exist.
-        EnvironmentProblem: the folder cannot be written, packages are missing, torch is too old for sharded weights,
-            the profile's GPUs do not exist, or the model or data are neither here nor can be fetched.
+        EnvironmentProblem: the folder cannot be written.
     """
-    prepared = prepare_run(spec, folder, force=force, launched=launched)
-    require_hub([prepared.spec], unreachable=prepared.unreachable)
-    return _create(prepared, folder)
+    return _create(prepare_run(spec, folder, force=force, command=LAUNCHED if launched else START), folder)
 
 
 def _create(prepared: PreparedRun, folder: Path) -> tuple[RunDirectory, list[str]]:
@@ -182,17 +150,17 @@ def _create(prepared: PreparedRun, folder: Path) -> tuple[RunDirectory, list[str
     return directory, [*prepared.notices, *(text for text in warnings if text)]
 
 
-def _planned(run: Admitted, folder: Path, *, force: bool) -> tuple[dict[str, Any], list[str]]:
+def _planned(run: CheckedRun, folder: Path, *, force: bool) -> tuple[dict[str, Any], list[str]]:
     """Plan a run, or each stage of a staged one; returns the document of plan.json and notices. With `force`, a run
     that does not fit is accepted. Raises the errors of `create_run`."""
     if not run.spec.recipe.stages:
-        plan, notices = plan_admitted(run.spec, run.facts, folder, force=force)
+        plan, notices = plan_checked(run.spec, run.facts, force=force)
         return plan.as_json() if plan is not None else {}, notices
     notices = []
     staged = with_simulations(lambda: make_staged_plan(run.spec, run.facts), notices.append)
     for stage in staged.stages:
         if stage.kind == "train":
-            _, found = plan_admitted(stage.spec, run.facts, folder, force=force)
+            _, found = plan_checked(stage.spec, run.facts, force=force)
             notices += [f"stage {stage.name}: {notice}" for notice in found]
         elif stage.verdict == "does_not_fit" and not force:
             raise _hidden_router_does_not_fit(stage)
@@ -200,17 +168,13 @@ def _planned(run: Admitted, folder: Path, *, force: bool) -> tuple[dict[str, Any
     return staged.as_json(), list(dict.fromkeys(notices))
 
 
-def plan_admitted(spec: RunSpec, facts: RunFacts, folder: Path, *, force: bool) -> tuple[Plan | None, list[str]]:
-    """Plan a run, or one stage, that the gate let through and whose directory would be in `folder`; returns the plan
-    and notices for the user. The plan is None where memory cannot be predicted. Raises DoesNotFitError, unless `force`,
-    if the run does not fit."""
-    of_model = facts.of(spec.recipe.model)
-    notices = [*notes_on_model(spec.recipe, of_model), *notes_on_rows(spec.recipe)]
+def plan_checked(spec: RunSpec, facts: RunFacts, *, force: bool) -> tuple[Plan | None, list[str]]:
+    """Plan a checked run, or one stage; returns the plan and notices for the user. The plan is None where memory cannot
+    be predicted. Raises DoesNotFitError, unless `force`, if the run does not fit."""
+    notices: list[str] = []
     plan: Plan | None = None
     try:
-        plan = with_simulations(lambda: make_plan(spec, facts=of_model), notices.append)
-        if plan.predictor == "closed_form":
-            notices += warnings_of(of_model, spec, free_disk_bytes=free_bytes(folder))
+        plan = with_simulations(lambda: make_plan(spec, facts=facts.of(spec.recipe.model)), notices.append)
     except (UnknownArchitectureError, ConfigNotHereError) as unknown:
         # Any causal model may be trained: the engine plans again once it has the config, or learns what fits.
         notices.append(f"no memory plan before the start: {unknown.found}")
@@ -265,8 +229,7 @@ def queue_run(
     """Create a run as `create_run` does and put it into the queue of `folder`, both or neither; returns the run, the
     queue and notices for the user. Raises the errors of `create_run`, EnvironmentProblem if the queue cannot be
     written."""
-    prepared = prepare_run(spec, folder, force=force, queued=True)
-    require_hub([prepared.spec], unreachable=prepared.unreachable)
+    prepared = prepare_run(spec, folder, force=force, command=QUEUE)
     directories, state, notices = _create_in_queue([prepared], folder, first=first)
     return directories[0], state, notices
 
@@ -283,9 +246,10 @@ def queue_sweep(
     points = sweep_points(spec, force=force)
     fitting: list[PreparedRun] = []
     too_large: list[RunSpec] = []
+    hub_answers = cache(machine.hub_answers)
     for point in points:
         try:
-            fitting.append(prepare_run(point, folder, queued=True))
+            fitting.append(prepare_run(point, folder, command=QUEUE, hub_answers=hub_answers))
         except DoesNotFitError:
             too_large.append(point)
     if too_large and not force:
@@ -294,7 +258,6 @@ def queue_sweep(
             f"{len(too_large)} of {len(points)} points of the sweep do not fit:\n  {names}",
             fix="--force starts the others; to see the plan of a point, pass its values to tunedeck plan with --set",
         )
-    require_hub([run.spec for run in fitting], unreachable=any(run.unreachable for run in fitting))
     directories, _, notices = _create_in_queue(fitting, folder, first=first)
     return directories, list(dict.fromkeys(notices))
 

@@ -8,11 +8,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from engine.budget.advise.model_rules import refusals
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.preflight import warnings_of
 from engine.budget.advise.staged_plan import RunFacts, find_run_facts
-from engine.checks.machine import require_trackers
+from engine.checks.rule import Known
+from engine.checks.run import RESUME, CheckedRun, Command, run_checks
 from engine.config.check.hardware_rules import require_matching_devices
 from engine.config.load import Resolved, dump_run_spec, load_run_spec, override
 from engine.config.schema.run import RunSpec
@@ -51,6 +51,7 @@ def prepare_resume(
     profile: str | None = None,
     from_step: int | None = None,
     from_stage: str | None = None,
+    command: Command = RESUME,
 ) -> list[str]:
     """Check the requested changes and write the new spec into the run directory; returns notices for the user.
 
@@ -68,7 +69,9 @@ def prepare_resume(
     refuse_stage(directory)
     _require_checkpoint(directory, from_step)
     _refuse_lost_checkpoints(directory, from_stage)
-    notices = change_spec(directory, overrides, limits, profile=profile, from_step=from_step, from_stage=from_stage)
+    notices = change_spec(
+        directory, overrides, limits, profile=profile, from_step=from_step, from_stage=from_stage, command=command
+    )
     warning = record_start(directory)
     return [*notices, *([warning] if warning else [])]
 
@@ -195,6 +198,7 @@ def change_spec(
     profile: str | None = None,
     from_step: int | None = None,
     from_stage: str | None = None,
+    command: Command = RESUME,
 ) -> list[str]:
     """Write the changed spec, keep the old one as run.N.toml, and set the stages aside that are done again (see
     `prepare_resume`). Raises UsageError for a change that is not allowed; the directory is then left as it was."""
@@ -211,14 +215,13 @@ def change_spec(
             "resume cannot change settings that the trained steps depend on:\n  " + "\n  ".join(refused),
             fix=shlex.join(["tunedeck", "train", "--run-spec", str(directory.run_toml), *_as_options(overrides)]),
         )
-    require_trackers(resolved.spec.recipe)
     allow_typed(resolved.spec.recipe.finish, overrides)
     longer = makes_longer(changes)
     _refuse_unreached_limit(directory, changes, before, resolved.spec)
     if not longer and not enables_stage(changes) and from_step is None and from_stage is None:
         _refuse_if_done(directory)
     spec, notices = _with_limits(directory, resolved.spec, limits)
-    _refuse(_without_done_stages(directory, spec, again), facts)
+    notices += _checked(_without_done_stages(directory, spec, again), facts, command)
     set_stages_aside(directory, again)
     if changes:
         write_atomically(_next_backup(directory), directory.run_toml.read_text("utf-8"))
@@ -239,13 +242,12 @@ def _new_warnings(before: RunSpec, after: RunSpec, facts: RunFacts) -> list[str]
     return [text for text in warnings_of(of_model, after) if text not in earlier]
 
 
-def _refuse(spec: RunSpec, facts: RunFacts) -> None:
-    """Raise what the gate says of the changed run, except of the model that its first stage started from: that may be
-    gone, because a later stage starts from the weights of an earlier one."""
-    gone = [of_model.reason for of_model in facts.models.values()]
-    for error in refusals(spec, facts):
-        if not any(error is reason for reason in gone):
-            raise error
+def _checked(spec: RunSpec, facts: RunFacts, command: Command) -> list[str]:
+    """Raise what prevents the changed run, except of the model that its first stage started from: that may be gone,
+    because a later stage starts from the weights of an earlier one. Returns what else was found."""
+    gone = {of_model.reason.render() for of_model in facts.models.values() if of_model.reason is not None}
+    findings = [found for found in run_checks(spec, Known(command.needs, facts)) if found.error.render() not in gone]
+    return CheckedRun(spec, facts, [], findings, command).require().reported
 
 
 def _without_done_stages(directory: RunDirectory, spec: RunSpec, again: set[str]) -> RunSpec:

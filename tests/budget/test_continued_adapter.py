@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from engine.architecture.lookup import find_architecture, find_facts
-from engine.budget.advise.model_rules import admit
 from engine.budget.advise.plan import make_plan
 from engine.budget.predict.static import static_bytes
 from engine.budget.trace.memory_config import memory_config_of
+from engine.checks.run import PLAN, CheckedRun, check_run
 from engine.config.load import dump_run_spec, load_run_spec, resolve
 from engine.config.schema.run import RunSpec
 from engine.errors import UnknownArchitectureError, UsageError
@@ -27,6 +27,11 @@ data = {{ max_length = 64, sources = [{{ name = "dates", path = "builtin:dates" 
 train = {{ max_steps = 2, batch_size = 4 }}
 """
 PROFILE = 'device = { kind = "cpu", memory_gib = 4.0 }\n'
+
+
+def admit(spec: RunSpec) -> CheckedRun:
+    """Check a run as `plan` does."""
+    return check_run(spec, PLAN).require()
 
 
 @pytest.fixture(scope="module")

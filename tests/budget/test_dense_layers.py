@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.architecture.lookup import find_architecture, find_facts
-from engine.budget.advise.model_rules import refuse_unsafe
+from engine.budget.advise.model_rules import refuse_with_model
 from engine.budget.predict.prediction import predict
 from engine.errors import UsageError
 from tests.budget.metered_step import QWEN3_MOE, folder_of, measured_step, run_spec
@@ -42,7 +42,7 @@ def test_adapters_that_would_land_on_the_experts_instead_are_refused_where_named
     method = {"rank": 8, "targets": ["q_proj", "**.mlp.gate_proj"]}
     spec = run_spec(folder_of(MIXED, tmp_path), method=method, train={"batch_size": 4})
     with pytest.raises(UsageError, match="peft applies that name") as refused:
-        refuse_unsafe(spec, find_facts(spec.recipe.model))
+        refuse_with_model(spec, find_facts(spec.recipe.model))
     assert "all-linear" in refused.value.fix
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from engine.architecture.lookup import find_architecture, find_facts
 from engine.budget.advise.preflight import checkpoints_bytes, notes_on_kernels, warnings_of
 from engine.budget.predict import shards
 from engine.budget.trace import memory_config
+from engine.checks.run import PLAN, check_run
 from engine.cli import app
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
-from engine.errors import EnvironmentProblem, SpecError, UsageError
+from engine.errors import SpecError, TunedeckError
 from engine.launch.create_run import create_run
 
 
@@ -111,8 +113,8 @@ def test_packing_where_documents_would_mix_is_refused_before_anything_is_loaded(
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
     sets = ["--set", f"model.id={tmp_path}", "--set", "data.packing=true"]
     refused = CliRunner().invoke(app, [command, "-p", "80gb", "-r", "lora", *sets]).exception
-    assert isinstance(refused, UsageError)
-    assert "carries a state" in refused.found
+    assert isinstance(refused, TunedeckError)
+    assert refused.found.startswith("data.packing = true, but mamba carries a state")
 
 
 def test_shards_under_a_version_of_torch_that_is_not_known_are_warned_of() -> None:
@@ -127,11 +129,12 @@ def test_a_torch_that_is_too_old_for_shards_is_said_by_the_plan_and_refused_by_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_of("full", "model.id=Qwen/Qwen2.5-7B", "parallel.strategy=sharded", profile="4xh100")
-    assert "cannot train this" in "\n".join(warnings_of(find_facts(spec.recipe.model), spec, torch_version="2.12.1"))
     monkeypatch.setattr(shards, "installed", lambda package: "2.12.1+cu130")
-    with pytest.raises(EnvironmentProblem) as refused:
+    said = "needs torch 2.13, this is 2.12.1+cu130"
+    assert said in "\n".join(check_run(spec, PLAN).reported)
+    with pytest.raises(TunedeckError, match=re.escape(said)) as refused:
         create_run(spec, tmp_path)
-    assert "2.13" in refused.value.found and "replicated" in refused.value.fix
+    assert 'or set parallel.strategy = "replicated"' in refused.value.render()
     assert not list(tmp_path.iterdir())
 
 

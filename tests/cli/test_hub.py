@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checks import machine as requirements
+from engine.checks import machine
 from engine.config.load import resolve
 from engine.config.schema.run import RunSpec
 from tests.cli.conftest import Tunedeck
@@ -86,7 +86,7 @@ def test_what_is_whole_in_the_cache_is_not_asked_for(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     cached(tmp_path, *names)
     options = asked_for(tmp_path, ("model.id=owner/model", *overrides))
-    assert (requirements.missing_from_cache(spec_of(options)) == []) == found
+    assert (machine.missing_from_cache(spec_of(options)) == []) == found
 
 
 def spec_of(options: list[str]) -> RunSpec:
@@ -98,9 +98,9 @@ def test_data_that_were_prepared_here_are_not_asked_for(tmp_path: Path, monkeypa
     monkeypatch.setenv("TUNEDECK_CACHE", str(tmp_path))
     spec = spec_of(asked_for(tmp_path, (), SCORED))
     (tmp_path / "datasets" / "owner___scored" / "default" / "0.0.0" / "89ab.incomplete").mkdir(parents=True)
-    assert len(requirements.missing_from_cache(spec)) == 1
+    assert len(machine.missing_from_cache(spec)) == 1
     (tmp_path / "datasets" / "owner___scored" / "default" / "0.0.0" / "89ab").mkdir()
-    assert requirements.missing_from_cache(spec) == []
+    assert machine.missing_from_cache(spec) == []
 
 
 def test_a_folder_named_as_the_fix_says_makes_the_run(tunedeck: Tunedeck, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_online_the_hub_is_asked_once(
         return answers
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(requirements, "hub_answers", hub_answers)
+    monkeypatch.setattr(machine, "hub_answers", hub_answers)
     outcome = tunedeck("queue", "add", *asked_for(tmp_path, (), SCORED + HELD))
     assert outcome.code == (0 if answers else 6) and len(asked) == 1
     if not answers:

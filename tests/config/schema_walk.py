@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel
 
 from engine.architecture.lookup import find_facts
-from engine.budget.advise.model_rules import refuse_unsafe
+from engine.budget.advise.model_rules import refuse_with_model
 from engine.config.check.notes import refuse_unsupported
 from engine.config.load import resolve
 from engine.config.schema.recipe import Recipe
@@ -362,7 +362,7 @@ def outcome(case: Case, key: str, value: str, files: dict[str, Path], folder: Pa
     try:
         spec = resolve(str(files["PROFILE"]), str(files["RECIPE"]), sets).spec
         refuse_unsupported(spec)
-        refuse_unsafe(spec, find_facts(spec.recipe.model))
+        refuse_with_model(spec, find_facts(spec.recipe.model))
         same = f"{case.probe.__name__} {spec.model_dump_json(include={'name', 'profile', 'recipe'})}"
         if same not in _seen:
             _seen[same] = case.probe(spec, folder)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.budget.advise.model_rules import admit
 from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.staged_plan import planning_specs
+from engine.checks.run import PLAN, check_run
 from engine.config.changes import with_changes
 from engine.config.check.notes import refuse_unsupported
 from engine.config.files.find import find_spec_file
@@ -45,7 +45,7 @@ def resolved(name: str) -> RunSpec:
 
 @pytest.mark.parametrize("name", PLANNED_GIB)
 def test_a_recipe_of_the_field_fits_the_profile_that_it_names(name: str) -> None:
-    spec = admit(resolved(name)).spec
+    spec = check_run(resolved(name), PLAN).require().spec
     stages = [stage.name for _, stage in enabled_stages(spec.recipe) if stage.kind == "train"] or [""]
     specs = zip(stages, planning_specs(spec), strict=True)
     plans = {stage: make_plan(part) for stage, part in specs if stage in PLANNED_GIB[name]}

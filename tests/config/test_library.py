@@ -133,7 +133,7 @@ def test_check_notes_a_name_that_differs_from_the_files(tmp_path: Path) -> None:
     (tmp_path / "downloaded (1).toml").rename(tmp_path / "theirs.toml")
     result = run("recipes", "check", "theirs.toml", "--json")
     document = json.loads(result.stdout)
-    (note,) = document["notes"]
+    note = document["notes"][0]
     assert document["ok"] and note.endswith(
         'theirs.toml:2: name: "shared" is not used; the name is that of the file: "theirs"'
     )

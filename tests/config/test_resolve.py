@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tomlkit
 
-from engine.config.check.notes import refuse_unsupported
+from engine.config.check.notes import notes_of, refuse_unsupported
 from engine.config.files.document import key_lines
 from engine.config.files.find import SHIPPED_FOLDER, find_spec_file, list_spec_files
 from engine.config.files.trust import keep_limits
@@ -363,9 +363,9 @@ def test_keys_are_found_on_their_lines_in_every_notation() -> None:
 
 
 def test_a_warm_up_longer_than_the_run_is_said_before_the_start() -> None:
-    (notice,) = resolve("demo", "demo", ["train.max_steps=5"]).notices
+    (notice,) = notes_of(resolve("demo", "demo", ["train.max_steps=5"]).spec.recipe)
     assert notice == "train.warmup_steps = 20 is more than the run's 5 steps: the warm-up takes 4"
-    assert resolve("demo", "demo").notices == []
+    assert notes_of(resolve("demo", "demo").spec.recipe) == []
 
 
 def test_a_key_that_is_set_is_not_swept(recipe: str) -> None:

@@ -119,7 +119,7 @@ ROWS = {
     "commands/launch:_refuse_to_replace": Row(
         other_script, f"{LAUNCH} --slurm --out s.sh", f"{LAUNCH} --slurm --out t.sh", answer="sbatch"
     ),
-    "commands/plan:_plan_stages": Row(
+    "commands/plan:plan: name it": Row(
         staged_recipe, "plan -p mine -r s.toml --exact", "plan -p mine -r s.toml --exact --stage one"
     ),
     "commands/plan:advise": Row(staged_recipe, "advise -p mine -r s.toml", answer="s"),

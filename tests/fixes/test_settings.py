@@ -121,6 +121,11 @@ def at(key: str, value: str) -> str:
     return f" --set {key}={value}"
 
 
+def template_of_bytes(folder: Path) -> None:
+    own_files(folder)
+    (folder / "bytes.jinja").write_bytes(b"\xff\xfe")
+
+
 MODEL = at("model.id", "./model") + at("model.tokenizer", "builtin:bytes")
 SCALED = at("model.rope_scaling.type", "yarn") + at("model.rope_scaling.factor", "2")
 ROWS_PATH = at("data.sources.main.path", "rows.jsonl")
@@ -200,7 +205,13 @@ ROWS = {
         DATA + ROWS_PATH + at("data.valid_fraction", "0.5"), more_rows,
     ),
     "model/tokenizer:_template_text": Row(
-        own_files, DATA + at("model.chat_template", "none.jinja"), DATA + at("model.chat_template", ""),
+        template_of_bytes, DATA + at("model.chat_template", "bytes.jinja"), DATA + at("model.chat_template", ""),
+    ),
+    "checks/rules:_refuse_missing_template": Row(
+        own_files, PLAN + at("model.chat_template", "none.jinja"), PLAN + at("model.chat_template", ""),
+    ),
+    "checks/rules:_refuse_missing_folder": Row(
+        own_files, PLAN + at("model.tokenizer", "./none"), PLAN + at("model.tokenizer", "builtin:bytes")
     ),
     "architecture/model_folder:refuse_without_config: set model.id": Row(
         adapter, PLAN + at("model.id", "./adapter"),

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from engine.budget.advise.model_rules import admit
 from engine.budget.advise.plan import make_plan
-from engine.budget.advise.preflight import notes_on_model, warnings_of
-from engine.budget.advise.row_notes import notes_on_rows
-from engine.budget.advise.staged_plan import make_staged_plan, planning_specs
+from engine.budget.advise.preflight import warnings_of
+from engine.budget.advise.staged_plan import make_staged_plan
 from engine.checks.machine import missing_trackers
+from engine.checks.run import DATA, LAUNCHED, PLAN, check_run
 from engine.commands.launch import _launcher
 from engine.commands.train import finish_run
-from engine.config.files.data_files import require_data_files
 from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
 from engine.config.stages import stage_specs
@@ -91,18 +89,16 @@ def surroundings(spec: RunSpec, folder: Path) -> Seen:
 def plan(spec: RunSpec, folder: Path) -> Seen:
     """The memory plan, and every sentence before a start."""
     shutil.rmtree(Path(os.environ["TUNEDECK_CACHE"], "lengths"), ignore_errors=True)
-    admitted = admit(spec)
-    notes = list(admitted.notices)
-    for part in planning_specs(admitted.spec):
-        require_data_files(part.recipe)
+    check_run(spec, DATA).require()
+    admitted = check_run(spec, PLAN, folder=folder).require()
+    notes = [*admitted.notices, *admitted.reported]
     if spec.recipe.stages:
         made = make_staged_plan(admitted.spec, admitted.facts).as_json()
     else:
         facts = admitted.facts.of(spec.recipe.model)
         made = make_plan(admitted.spec, facts=facts).as_json()
-        notes += [*notes_on_model(spec.recipe, facts), *notes_on_rows(spec.recipe)]
         notes += warnings_of(facts, admitted.spec, free_disk_bytes=1)
-    prepare_run(spec, folder, force=True, launched=True)
+    prepare_run(spec, folder, force=True, command=LAUNCHED)
     return Seen((made, notes), tuple(notes))
 
 
@@ -140,7 +136,7 @@ def checks(spec: RunSpec, folder: Path) -> Seen:
 
 def first_run(spec: RunSpec) -> RunSpec:
     """The run itself, or its first stage, which is a run."""
-    admitted = admit(spec).spec
+    admitted = check_run(spec, PLAN).require().spec
     return stage_specs(admitted)[0] if spec.recipe.stages else admitted
 
 
@@ -155,7 +151,7 @@ def train(spec: RunSpec, folder: Path) -> Seen:
 
 def train_in_ranks(spec: RunSpec, folder: Path) -> Seen:
     """The same of a process for each device."""
-    place = create_run_directory(folder, spec.name, dump_run_spec(admit(spec).spec), {})
+    place = create_run_directory(folder, spec.name, dump_run_spec(check_run(spec, PLAN).require().spec), {})
     engine = start_engine(place)
     try:
         engine.wait(timeout=300)

@@ -20,7 +20,7 @@ from benchmarks.type_configs import tiny_config
 from engine.architecture import classes
 from engine.architecture.classes import why_not_text_alone
 from engine.architecture.families import refuse_family
-from engine.budget.advise.model_rules import problems_of_run
+from engine.checks.run import problems_of_run
 from engine.errors import UsageError
 from engine.extras.handover.merge import merge
 from engine.model.attention import attention_by_part

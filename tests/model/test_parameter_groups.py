@@ -9,7 +9,7 @@ import pytest
 from torch.nn import Parameter
 
 from engine.architecture.lookup import find_facts
-from engine.budget.advise.model_rules import refuse_unsafe
+from engine.budget.advise.model_rules import refuse_with_model
 from engine.budget.advise.preflight import warnings_of
 from engine.budget.trace.memory_config import memory_config_of
 from engine.budget.trace.trainable import trained_parameters
@@ -72,7 +72,7 @@ def test_a_group_without_parameters_is_refused_before_the_start_and_by_the_engin
 ) -> None:
     spec = run_spec(method={"kind": kind}, train=groups(*matches))
     with pytest.raises(UsageError, match=says):
-        refuse_unsafe(spec, find_facts(spec.recipe.model))
+        refuse_with_model(spec, find_facts(spec.recipe.model))
     named = [(name, Parameter()) for name in planned(spec)]
     with pytest.raises(UsageError, match=says):
         parameter_groups(named, spec.recipe.train)
@@ -80,7 +80,7 @@ def test_a_group_without_parameters_is_refused_before_the_start_and_by_the_engin
 
 def test_the_groups_of_adapters_are_found_by_their_matrices() -> None:
     spec = run_spec(train=groups("**.lora_B.**"))
-    refuse_unsafe(spec, find_facts(spec.recipe.model))
+    refuse_with_model(spec, find_facts(spec.recipe.model))
     spec = run_spec(method={"freeze": ["**.mlp"]}, train=groups("**.mlp.**"))
     with pytest.raises(UsageError, match="matches no name"):
-        refuse_unsafe(spec, find_facts(spec.recipe.model))
+        refuse_with_model(spec, find_facts(spec.recipe.model))

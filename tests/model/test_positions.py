@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from engine.architecture.lookup import find_config
 from engine.architecture.positions import positions_of, refuse_long_sequences, scaled_config, table_of_positions
-from engine.budget.advise.model_rules import problems_of_run
+from engine.checks.run import problems_of_run
 from engine.cli import app
 from engine.config.schema.recipe import Model, RopeScaling
 from engine.config.schema.run import RunSpec

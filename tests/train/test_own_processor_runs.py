@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.budget.advise.model_rules import problems_of_run
+from engine.checks.run import problems_of_run
 from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
 from engine.data.images import ImageFacts

@@ -8,30 +8,21 @@ Try: `python -c "from tui.launch.evaluate import *; print(evaluate_choice(Choice
 
 from __future__ import annotations
 
-import glob
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.budget.advise.model_rules import refusals
-from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import Plan, Verdict, make_plan
-from engine.budget.advise.staged_plan import RunFacts, StagedPlan, StagePlan, find_run_facts, make_staged_plan
-from engine.checks.machine import missing_trackers
-from engine.config.check.hardware_rules import parse_device_indices, require_launcher, require_matching_devices
-from engine.config.files.caches import offline_variable
-from engine.config.files.data_files import find_data_files
-from engine.config.files.find import BUILTIN_PREFIX
-from engine.config.files.machine import install_packages
+from engine.budget.advise.staged_plan import StagedPlan, StagePlan, make_staged_plan
+from engine.checks.rule import Finding
+from engine.checks.run import SCREEN, check_run
+from engine.config.check.hardware_rules import parse_device_indices
 from engine.config.load import resolve
 from engine.config.schema.recipe import Recipe
 from engine.config.schema.run import Limits, Profile, RunSpec
-from engine.config.stages import stage_specs
 from engine.errors import (
     ConfigNotHereError,
-    DataError,
     NotSimulatedError,
     SpecError,
     TunedeckError,
@@ -180,31 +171,27 @@ def evaluate_choice(choice: Choice) -> EvaluatedChoice:
     try:
         limits = Limits(devices=parse_device_indices(choice.devices or None), on_finish=choice.on_finish or None)
         resolved = resolve(choice.profile, choice.recipe, choice.set_arguments, name=choice.name or None, limits=limits)
-        require_matching_devices(resolved.spec)
     except SpecError as error:
         return EvaluatedChoice(problems=tuple(map(_field_problem, error.problems)))
     except UsageError as error:
         return EvaluatedChoice(problems=(FieldProblem(DEVICES, _sentence(error)),))
     spec, notices = resolved.spec, resolved.notices
-    parts = stage_specs(spec) if spec.recipe.stages else [spec]
-    missing = dict.fromkeys(found for part in parts for found in _missing_data(part))
-    problems = [*_problems_of_machine(spec), *missing]
+    problems: list[FieldProblem] = []
     plan, planned, unplanned, lacks_config, to_simulate = None, spec, "", False, None
     stages: tuple[StageVerdict, ...] = ()
     disk: int | None = None
-    facts = find_run_facts(spec)
     try:
-        spec, settled = settle_parallel(spec, facts)
-        planned, notices = spec, [*notices, *settled]
-        problems = [*_refused(spec, facts), *problems]
+        checked = check_run(spec, SCREEN)
+        planned, notices = checked.spec, [*notices, *checked.notices, *checked.reported]
+        problems += [problem for finding in checked.refused for problem in _problems_of(finding)]
         if spec.recipe.stages:
-            staged = make_staged_plan(spec, facts)
-            stages, disk = _stage_verdicts(spec, staged), staged.disk_bytes
-            plan, planned = (staged.worst.plan, staged.worst.spec) if staged.worst else (None, spec)
+            staged = make_staged_plan(planned, checked.facts)
+            stages, disk = _stage_verdicts(planned, staged), staged.disk_bytes
+            plan, planned = (staged.worst.plan, staged.worst.spec) if staged.worst else (None, planned)
             notices = [*_shown_stage(staged), *notices]
             problems += _stages_that_do_not_fit(staged)
         else:
-            plan = make_plan(spec, facts=facts.of(spec.recipe.model))
+            plan = make_plan(planned, facts=checked.facts.of(planned.recipe.model))
     except NotSimulatedError as missing:
         unplanned = SIMULATING
         to_simulate = missing.spec if isinstance(missing.spec, RunSpec) and not problems else None
@@ -212,11 +199,8 @@ def evaluate_choice(choice: Choice) -> EvaluatedChoice:
         unplanned = unknown.found
     except ConfigNotHereError as absent:
         unplanned, lacks_config = absent.found, True
-        variable = offline_variable()
-        if variable is not None:
-            problems.append(FieldProblem("model.id", f"{absent.found}, and {variable} is set"))
     except TunedeckError as error:
-        if _sentence(error) not in [problem.text for problem in problems]:  # the gate has said it
+        if not problems:  # else a rule has reported it
             problems.append(FieldProblem("model.id", _sentence(error)))
     return EvaluatedChoice(
         spec, plan, planned, tuple(problems), unplanned, lacks_config, to_simulate, tuple(notices), stages, disk
@@ -271,7 +255,7 @@ _WITH_PLACE = re.compile(r"(?:--set |(?P<file>.*?:\d+): )(?P<key>[\w.\"-]+?): (?
 """Parses a message of the checker: the override, or the file and line; then the key, then the text."""
 
 _LEADING_KEY = re.compile(rf"(?P<key>(?:{'|'.join([*Recipe.model_fields, *Profile.model_fields])})(?:\.[\w-]+)+)\b")
-"""Parses the key that a message of the gate begins with."""
+"""Parses the key that a message of a rule begins with."""
 
 
 def _field_problem(problem: str) -> FieldProblem:
@@ -285,40 +269,13 @@ def _field_problem(problem: str) -> FieldProblem:
     return FieldProblem(row_of_key(match["key"]), match["text"] + file_and_line)
 
 
-def _refused(spec: RunSpec, facts: RunFacts) -> list[FieldProblem]:
-    """Return a problem for everything that the gate refuses, at the key that its text begins with, else at the model;
-    a sweep and what a profile cannot do belong to no field."""
+def _problems_of(finding: Finding) -> list[FieldProblem]:
+    """A problem for each line of a finding, at the key that the line begins with, else at the rule's own."""
+    error, may_wait = finding.error, finding.rule.level == "later"
     found = []
-    for error in refusals(spec, facts):
-        texts = error.problems if isinstance(error, SpecError) else [_sentence(error)]
-        other = "" if isinstance(error, SpecError) or spec.recipe.sweep else "model.id"
-        for text in texts:
-            match = _LEADING_KEY.match(text)
-            found.append(FieldProblem(row_of_key(match["key"]) if match else other, text))
+    what = "; ".join(text for text in (error.found, error.fix) if text)
+    one = what if finding.rule.level == "start" else _sentence(error)
+    for text in error.problems if isinstance(error, SpecError) else [one]:
+        match = _LEADING_KEY.match(text)
+        found.append(FieldProblem(row_of_key(match["key"] if match else finding.key), text, may_wait))
     return found
-
-
-def _problems_of_machine(spec: RunSpec) -> list[FieldProblem]:
-    """Return a problem for trackers whose packages are not installed, and for several machines, on which the console
-    cannot start a run."""
-    if missing := missing_trackers(spec.recipe):
-        return [FieldProblem("trackers.use", f"not installed: {', '.join(missing)}; {install_packages(*missing)}")]
-    try:
-        require_launcher(spec)
-    except UsageError as error:
-        return [FieldProblem("", f"{error.found}: tunedeck launch writes a script for all of them")]
-    return []
-
-
-def _missing_data(spec: RunSpec) -> Iterator[FieldProblem]:
-    """Yield a problem for each file of the data that a start would refuse. Folders and patterns are not searched: that
-    may take longer than the time between two keys."""
-    for key, sources in (("data.sources", spec.recipe.data.sources), ("data.validation", spec.recipe.data.validation)):
-        for source in sources:
-            path = source.path or BUILTIN_PREFIX
-            if not source.enabled or path.startswith(BUILTIN_PREFIX) or glob.has_magic(path) or os.path.isdir(path):
-                continue
-            try:
-                find_data_files(source, key)
-            except DataError as error:
-                yield FieldProblem(row_of_key(f"{key}.{source.name}.path"), _sentence(error), may_wait=True)

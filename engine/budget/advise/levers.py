@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from engine.architecture.lookup import ModelFacts, find_facts
-from engine.budget.advise.model_rules import refuse_unsafe
+from engine.budget.advise.model_rules import refuse_with_model
 from engine.budget.advise.plan import PLANNED_TILES, Plan, find_predictor, may_tile, recomputes_all
 from engine.budget.predict.prediction import in_whole_samples
 from engine.config.changes import Changes, value_of, with_changes
@@ -34,7 +34,7 @@ def is_refused(spec: RunSpec, facts: ModelFacts) -> bool:
         return True
     try:
         refuse_unsupported(spec)
-        refuse_unsafe(spec, facts)
+        refuse_with_model(spec, facts)
     except TunedeckError:
         return True
     return False

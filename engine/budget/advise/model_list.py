@@ -19,11 +19,14 @@ from typing import Any
 
 from engine.architecture.lookup import ModelFacts, shipped_entries
 from engine.architecture.positions import positions_of
-from engine.budget.advise.model_rules import admit
+from engine.budget.advise.model_rules import refuse_with_model
+from engine.budget.advise.parallel import settle_parallel
 from engine.budget.advise.plan import Plan, find_predictor, make_plan
+from engine.budget.advise.staged_plan import find_run_facts
 from engine.budget.calibration import calibration_file
 from engine.budget.predict.pace import pace_file
 from engine.config.changes import with_changes
+from engine.config.check.notes import refuse_unsupported
 from engine.config.files.caches import cache_folder
 from engine.config.files.document import read_document
 from engine.config.files.find import BUILTIN_PREFIX, SHIPPED_FOLDER, SpecFile, list_spec_files
@@ -203,8 +206,10 @@ def _not_worth_simulating(missing: object, parameters: int) -> str:
 
 
 def _answer(blank: Answer, asked: RunSpec) -> Answer:
-    admitted = admit(asked)
-    spec, facts = admitted.spec, admitted.facts.of(admitted.spec.recipe.model)
+    of_run = find_run_facts(asked)
+    spec, facts = settle_parallel(asked, of_run).spec, of_run.of(asked.recipe.model)
+    refuse_unsupported(spec)
+    refuse_with_model(spec, facts)
     plan = make_plan(spec, facts=facts)
     added = {key: value for key, value in plan.remedies.items() if key != "train.micro_batch"}
     if added:

@@ -1,5 +1,5 @@
 """Warns before a run starts, each time with the reason and a fix. A warning does not stop a run; what does is in
-`engine.budget.advise.model_rules`.
+`engine.checks`.
 
 Try: `tunedeck plan -p 80gb -r qlora --set model.id=openai/gpt-oss-20b`
 """
@@ -38,7 +38,7 @@ from engine.budget.trace.memory_config import (
 )
 from engine.budget.trace.trainable import learning_names, trained_parameters
 from engine.config.check.data_rules import image_key
-from engine.config.files.machine import install_command, install_packages, installed, older
+from engine.config.files.machine import install_command, installed, older
 from engine.config.name_patterns import compile_patterns
 from engine.config.parameter_groups import describe_groups
 from engine.config.schema.recipe import Moe, Recipe
@@ -203,13 +203,9 @@ def notes_on_serving(recipe: Recipe) -> list[str]:
 
 
 def _shards(spec: RunSpec, torch_version: str) -> Iterator[str]:
-    if spec.profile.parallel.strategy != "sharded" or recovers_with(torch_version):
-        return
-    if older(torch_version, SHARDS_SINCE):
-        yield (
-            f"the installed torch {torch_version} cannot train this: sharding needs torch {SHARDS_SINCE}; "
-            f"{install_packages(f'torch=={KNOWN_TORCH[-1]}.*')}"
-        )
+    """An older torch cannot shard at all: `engine.checks` has a rule for it."""
+    sharded = spec.profile.parallel.strategy == "sharded"
+    if not sharded or recovers_with(torch_version) or older(torch_version, SHARDS_SINCE):
         return
     yield (
         f"with torch {torch_version}, sharded weights cannot be restored after an out-of-memory error: every "

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from engine.config.files.find import BUILTIN_PREFIX
 from engine.config.files.machine import path_of, working_directory
 from engine.config.files.text import closest_match
 from engine.config.schema.data import Eval, Source
-from engine.config.schema.recipe import Recipe
 from engine.errors import DataError
 
 LOADERS = {
@@ -57,14 +56,25 @@ MOST_LOOKED_AT = 1000
 """Entries of the working directory that are searched for a file to suggest."""
 
 
-def require_data_files(recipe: Recipe) -> None:
-    """Raise DataError when local files of an enabled source of training or validation are missing, or
-    the file of eval.prompts."""
-    for key, sources in (("data.sources", recipe.data.sources), ("data.validation", recipe.data.validation)):
-        for source in sources:
-            if source.enabled and source.path is not None and not source.path.startswith(BUILTIN_PREFIX):
+def missing_data_files(key: str, sources: Sequence[Source], *, trees: bool) -> Iterator[tuple[str, DataError]]:
+    """Yield the key and the error of each enabled source whose local files are missing, or of formats that are not
+    read. `trees`: of those whose pattern has "**", for which whole folder trees are searched; else of all others."""
+    for source in sources:
+        path = source.path or BUILTIN_PREFIX
+        if not source.enabled or path.startswith(BUILTIN_PREFIX) or ("**" in path) != trees:
+            continue
+        try:
+            if not _has_a_file(path):
                 find_data_files(source, key)
-    fixed_prompts(recipe.eval)
+        except DataError as error:
+            yield f"{key}.{source.name}.path", error
+
+
+def _has_a_file(path: str) -> bool:
+    """Whether a path is a folder with a file that is not hidden: the first that is found ends the search."""
+    return os.path.isdir(path) and any(
+        not name.startswith(".") for _, _, names in os.walk(path, followlinks=True) for name in names
+    )
 
 
 def find_data_files(source: Source, key: str = "data.sources") -> list[Path]:

@@ -8,14 +8,12 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from engine.architecture.lookup import ModelFacts
-from engine.architecture.support import refuse_unsafe_packing
 from engine.batching.predicted_cost import MicroBatchCost, cost_when_padded, micro_batch_cost, with_largest_image
-from engine.budget.advise.model_rules import refuse_unsafe
 from engine.budget.advise.plan import Plan
+from engine.checks.run import ENGINE, ENGINE_FILES, check_model
 from engine.config.changes import with_changes
 from engine.config.check.notes import warmup_note
 from engine.config.files.caches import SequenceBounds
-from engine.config.files.data_files import require_data_files
 from engine.config.parameter_groups import describe_groups
 from engine.config.schema.recipe import Train
 from engine.config.schema.run import RunSpec
@@ -66,16 +64,17 @@ def set_up(
         ranks.host_region, device.patience_seconds = device.host_region, ranks.patience_seconds
     journal.phase("tokenising")
     # Before anything is fetched from the hub: a wrong path should not cost a download.
-    require_data_files(recipe)
+    check_model(spec, command=ENGINE_FILES)
     tokenizer = load_tokenizer(recipe.model, trust_remote_code=spec.limits.trust_remote_code)
     images = load_image_processor(spec, tokenizer)
     facts = ModelFacts.of_config(model_config_dict(spec))
+    check_model(spec, facts, command=ENGINE, has_images=True)  # as far as it can be told before the data are read
     with device.host_region():
-        prepared = _prepared(spec, facts, tokenizer, images, journal, ranks)
+        prepared = _prepared(spec, tokenizer, images, journal, ranks)
     order, total_steps = make_order(prepared.train, spec)
     if (note := warmup_note(recipe.train, total_steps)) and recipe.train.max_steps != total_steps:
         journal.warn("warmup", note)  # with max_steps it was said before the start
-    refuse_unsafe(spec, facts, has_images=prepared.train.has_images)
+    check_model(spec, facts, command=ENGINE, has_images=prepared.train.has_images)
     spec = with_largest_image(spec, prepared.train, images)
     spec, micro_batches = planned(spec, device, prepared.bounds, journal, ranks)
     recipe = spec.recipe
@@ -178,14 +177,12 @@ def _step_context(
 
 def _prepared(
     spec: RunSpec,
-    facts: ModelFacts,
     tokenizer: PreTrainedTokenizerBase,
     images: ImageProcessor | None,
     journal: Journal,
     ranks: Ranks,
 ) -> PreparedData:
     """Rank 0 tokenises the data unless they are cached; then the other ranks read the cache."""
-    refuse_unsafe_packing(facts.require_config(), spec.recipe)
     made: list[PreparedData] = []
 
     def prepare() -> None:

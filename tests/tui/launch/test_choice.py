@@ -51,7 +51,7 @@ def problem(choice: Choice, row: str) -> str:
         ("method.kind", "qlora", "nf4"),
         ("train.batch_sise", "8", "did you mean train.batch_size?"),
         ("data.sources.main.path", "x", 'no entry named "main"'),
-        ("trackers.use", '["wandb"]', f"not installed: wandb; {install_packages('wandb')}"),
+        ("trackers.use", '["wandb"]', f"wandb is not installed; {install_packages('wandb')}"),
         ("model.id", "./nowhere", "does not exist"),
     ],
 )
