@@ -298,7 +298,8 @@ def _check(kind: SpecKind, names: list[str], as_json: bool) -> None:
         shown = SpecError(problems)
         shown.exit_code = failure.exit_code
         raise shown
-    print_line(f"{len(names)} file{'s' * (len(names) > 1)} checked, no problems")
+    outcome = f"no errors, {len(notes)} note{'s' * (len(notes) > 1)}" if notes else "no problems"
+    print_line(f"{len(names)} file{'s' * (len(names) > 1)} checked, {outcome}")
 
 
 def _check_start(file: SpecFile) -> tuple[list[Finding], list[str]]:
