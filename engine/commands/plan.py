@@ -279,8 +279,8 @@ def _checked(profile: str, recipe: str, overrides: Sequence[str], folder: Path |
     resolved = resolve(profile, recipe, overrides)
     print_notices(resolved.notices)
     runs = check_runs(resolved.spec, PLAN, folder=folder)
-    require_all(runs, next((run.unreachable for run in runs if run.unreachable is not None), None))
     print_notices(dict.fromkeys(notice for run in runs for notice in run.notices))
+    require_all(runs, next((run.unreachable for run in runs if run.unreachable is not None), None))
     return runs
 
 

@@ -22,10 +22,11 @@ import psutil
 import torch
 from safetensors.torch import load
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from engine.config.files.cgroups import free_memory_bytes
 from engine.errors import EnvironmentProblem
+from engine.model.attention import attention_by_part
 from engine.model.decoder import autocast, eval_mode
 from engine.model.loaded import LoadedModel
 from engine.model.tensor_file import saved_shapes
@@ -73,7 +74,7 @@ class PlainRequest:
     """Folder or hub id of its config.json: an adapter trained with scaled positions has another one than its base."""
     auto_class: str
     token_rows: tuple[tuple[int, ...], ...]
-    attention: str
+    attention: str | dict[str, str]
     dtype: str = "auto"
     revision: str | None = None
     adapter: str | None = None
@@ -234,6 +235,7 @@ def account_of_result(
     return WeightAccount(source, path or str(folder), files, count, count - len(unread), unread, opened)
 
 
-def plain_attention(name: str) -> str:
-    """The attention with which others compute on a CPU what the attention `name` computes."""
-    return name if name in ("eager", "sdpa") else "eager"
+def plain_attention(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
+    """The attention with which others compute on a CPU what the attention `name` computes, for each part of a model
+    whose parts have different kernels."""
+    return attention_by_part(config, name if name in ("eager", "sdpa") else "eager")

@@ -77,7 +77,7 @@ def plan(place: Path, endpoint: str, model: str = "owner/model", **environment: 
     """Run `tunedeck plan` with its own hub cache, a folder under `place`."""
     return subprocess.run(
         [sys.executable, "-P", str(ROOT / "tunedeck.py"), "plan", "-p", "24gb", "-r", "lora", "--json",
-         "--set", f"model.id={model}"],
+         "--set", f"model.id={model}", "--set", "data.sources.main.path=builtin:dates"],
         env={**os.environ, "HF_HOME": str(place), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", **environment},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -108,7 +108,7 @@ def test_a_conversation_is_undone_and_saved_as_a_data_source(
     lines = "/help\n/nonsense\nfirst\n/undo\nsecond\n/regen\n/system Be short.\nthird\n/save talk.jsonl\n/quit\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     asked = tunedeck("chat", "builtin:tiny", "-p", "demo", "--set", "generate.max_new_tokens=6")
-    assert asked.code == 0 and "no command /nonsense" in asked.err and asked.err.count("/undo   ") == 1, asked.err
+    assert asked.code == 0 and "unknown command /nonsense" in asked.err and asked.err.count("/undo   ") == 1, asked.err
     (row,) = [json.loads(line) for line in (tmp_path / "talk.jsonl").read_text().splitlines()]
     assert [turn["role"] for turn in row["messages"]] == ["system", "user", "assistant", "user", "assistant"]
     assert row["messages"][0]["content"] == "Be short."

@@ -18,6 +18,7 @@ from engine.architecture.positions import scaled_config
 from engine.batching.budget import CLEAN_STEPS_TO_GROW
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.preflight import warnings_of
+from engine.checks import machine
 from engine.checks.machine import missing_trackers
 from engine.config.load import dump_run_spec
 from engine.config.schema.run import RunSpec
@@ -27,7 +28,6 @@ from engine.data.prepare import PreparedData, prepare_data
 from engine.evaluate.run import score_model
 from engine.extras.harness.harness import load_tasks, task_options
 from engine.extras.jobs.cluster_scripts import Job, skypilot_task, slurm_script
-from engine.extras.trackers import tracker
 from engine.extras.trackers.follow import tracked_run
 from engine.journal.directory import create_run_directory
 from engine.journal.events import EventWriter, Journal
@@ -64,7 +64,7 @@ def tracked(spec: RunSpec, folder: Path) -> Any:
     """The trackers whose packages a start asks for, what they show, and whether they name the result."""
     run = create_run_directory(folder / "tracked", spec.name, dump_run_spec(spec), {})
     shown = tracked_run(run, "wandb")
-    with patch.object(tracker, "find_spec", return_value=None):
+    with patch.object(machine, "find_spec", return_value=None):
         return missing_trackers(spec.recipe), shown.project, shown.tags, shown.names_result
 
 

@@ -96,7 +96,8 @@ ROWS = {
     ),
     "data/prompts:_thinking": Row(own_files, f"{CHAT} --prompt x --think on", f"{CHAT} --prompt x"),
     "commands/chat_sources:_run_spec": Row(
-        begun, "chat last --prompt x --set train.epochs=1", "chat last --prompt x", answer="neither", code=2
+        begun, "chat last --prompt x --set train.epochs=1", "chat last --prompt x",
+        answer="has no result or checkpoint yet", code=2,
     ),
     "commands/model_specs:spec_for_base": Row(
         own_files, f"{CHAT} --base --prompt x", "chat builtin:tiny builtin:tiny -p demo --prompt x"

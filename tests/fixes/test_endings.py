@@ -122,7 +122,7 @@ def test_a_stop_by_force_is_for_the_machine_and_the_user_of_the_engine(
     with monkeypatch.context() as patched:
         patched.setattr(time, "monotonic", iter(range(0, 10_000, 20)).__next__)
         patched.setattr(process, "is_alive", lambda found: True)
-        with pytest.raises(EnvironmentProblem, match="does not end"):
+        with pytest.raises(EnvironmentProblem, match="has not ended"):
             process._kill(identity)
     assert was_given(text_of("launch/process:_wait_until_gone"), given)
     os.waitpid(child, 0)

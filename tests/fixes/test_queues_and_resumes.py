@@ -131,7 +131,11 @@ def test_a_second_worker_ends_and_the_first_is_seen_in_the_list(
         commands.append(typed(refused_as("launch/queue_worker:wait_until_registered: see its runs", given)))
         for command in commands:
             answer = tunedeck(*command)
-            assert answer.code == 0 and f"process {first.pid} works" in answer.err and run.name in answer.out
+            assert (
+                answer.code == 0
+                and f"the queue is running (process {first.pid})" in answer.err
+                and run.name in answer.out
+            )
     finally:
         first.kill()
         first.wait()

@@ -191,7 +191,8 @@ def test_the_card_says_what_was_trained(hub: Hub, finished: RunDirectory, tunede
         "| exact_match | 0.75 | 0.25 to 1 | 0.25 | held | 4 |",
         "| An answer ends with | `<eos>`, `<|im_end|>` |".replace("|im_end|", "\\|im_end\\|"),
         "`enable_thinking = false`", "enable_thinking=False", f'from_pretrained("{BASE}")',
-        "| Data | main: 48 samples,", "LoRA, rank 3, alpha 6, on all-linear", "| transformers | ", "| Steps | 4 of 8",
+        "| Data | main: 48 samples,", "LoRA, rank 3, alpha 6, on all-linear", "| transformers | ",
+        "| Steps | 4 with 8 sequences each |",
     ):  # fmt: skip
         assert words in text, text
     assert is_untouched(text) and not is_untouched(text.replace("48", "49"))

@@ -20,6 +20,7 @@ from unittest.mock import patch
 from engine.budget.advise.plan import make_plan
 from engine.budget.advise.preflight import warnings_of
 from engine.budget.advise.staged_plan import make_staged_plan
+from engine.checks import machine
 from engine.checks.machine import missing_trackers
 from engine.checks.run import DATA, LAUNCHED, PLAN, check_run
 from engine.commands.launch import _launcher
@@ -35,7 +36,6 @@ from engine.extras.chat.answer import Conversation, Speaker
 from engine.extras.chat.sources import ChatSource, load_sources
 from engine.extras.harness.harness import task_options
 from engine.extras.jobs.cluster_scripts import Job, skypilot_task, slurm_script
-from engine.extras.trackers import tracker
 from engine.extras.trackers.follow import tracked_run
 from engine.journal.directory import RunDirectory, create_run_directory
 from engine.launch.create_run import prepare_run
@@ -71,7 +71,7 @@ def surroundings(spec: RunSpec, folder: Path) -> Seen:
     job = Job(spec, Path("run.toml"), Path("runs"), "python", "tunedeck.py")
     place = create_run_directory(folder / "around", spec.name, dump_run_spec(spec), {})
     shown = tracked_run(place, "wandb")
-    with patch.object(tracker, "find_spec", return_value=None):
+    with patch.object(machine, "find_spec", return_value=None):
         missing = missing_trackers(spec.recipe)
     sends = notes_on_destinations(spec.recipe.finish)
     points = [point.recipe.model_dump(mode="json") for point in sweep_points(spec)] if spec.recipe.sweep else []

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.checks import machine
 from engine.checks.machine import require_trackers
 from engine.config.load import resolve
 from engine.errors import EnvironmentProblem
-from engine.extras.trackers import tracker
 from engine.extras.trackers.follow import forward_all, open_tracker, tracked_run
 from engine.extras.trackers.tensorboard_tracker import TensorBoardTracker
 from engine.extras.trackers.tracker import Point, Tracker, point_of
@@ -125,7 +125,7 @@ def test_every_tracker_of_the_schema_can_be_opened(run: RunDirectory) -> None:
 
 def test_a_package_that_is_not_installed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = resolve("demo", "demo", ['trackers.use=["wandb", "trackio"]']).spec.recipe
-    monkeypatch.setattr(tracker, "find_spec", lambda name: None if name == "wandb" else name)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == "wandb" else name)
     with pytest.raises(EnvironmentProblem) as caught:
         require_trackers(recipe)
     assert "wandb is not installed" in caught.value.found

@@ -183,7 +183,7 @@ def test_a_run_goes_on_with_its_images_and_not_with_others(tmp_path: Path) -> No
     own = image.read_bytes()
     image.write_bytes((image.parent / "4.png").read_bytes())  # of the same size, so that its tokens are the same
     code, events = train(place, resume=True)
-    assert code == 2 and "another data" in str(of_kind(events, "run_finished")[-1])
+    assert code == 2 and "different data" in str(of_kind(events, "run_finished")[-1])
     image.write_bytes(own)
     code, events = train(place, resume=True)
     assert code == 0 and of_kind(events, "resumed")[0]["step"] == 2

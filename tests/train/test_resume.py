@@ -142,7 +142,7 @@ def test_other_data_is_refused(undisturbed: Undisturbed, tmp_path: Path) -> None
     write_samples(tmp_path / "samples.jsonl", seed=99)
     code, events = train(place, resume=True)
     assert code == 2
-    assert "another data" in of_kind(events, "run_finished")[-1]["error"]
+    assert "different data" in of_kind(events, "run_finished")[-1]["error"]
 
 
 @pytest.mark.parametrize(("key", "code"), [("batch_size", 2), ("log_every_steps", 0)])

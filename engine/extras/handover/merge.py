@@ -204,7 +204,8 @@ class _Source:
 def _request(source: _Source, draft: Path, merged: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PlainRequest:
     return PlainRequest(
         name="the merged model", model=str(draft), config=str(draft), auto_class=auto_class(merged.config).__name__,
-        token_rows=token_rows(tokenizer), attention=plain_attention(merged.config._attn_implementation or ""),
+        token_rows=token_rows(tokenizer),
+        attention=plain_attention(merged.config, merged.config._attn_implementation or ""),
         trust_remote_code=source.trust_remote_code, size_bytes=weight_bytes(merged),
     )  # fmt: skip
 

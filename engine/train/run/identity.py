@@ -41,7 +41,7 @@ class Identity:
         changed = [name for key, name in names.items() if saved.get(key) != getattr(self, key)]
         if changed:
             raise UsageError(
-                f"the checkpoint was made with a different {' and a different '.join(changed)}",
+                f"the checkpoint was made with different {' and '.join(changed)}",
                 expected="the same data, tokenizer and seed as at the start of the run",
                 fix='restore the files, or start a new run with model.id = "run:..."',
             )

@@ -94,7 +94,7 @@ def _request(spec: RunSpec, loaded: LoadedModel, folder: Path) -> PlainRequest:
         "name": "the result",
         "auto_class": auto_class(base.config).__name__,
         "token_rows": rows_of_run(spec, loaded),
-        "attention": plain_attention(loaded.attention),
+        "attention": plain_attention(base.config, loaded.attention),
         "trust_remote_code": spec.limits.trust_remote_code,
         "size_bytes": weight_bytes(base),
     }

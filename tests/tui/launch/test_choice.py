@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from engine.budget.advise.plan import Plan
+from engine.checks import machine
 from engine.config.files.caches import lengths_record, record_longest
 from engine.config.files.find import KIND_FOLDERS, SHIPPED_FOLDER
 from engine.config.files.machine import install_packages
 from engine.config.schema.run import Device, Profile, RunSpec
-from engine.extras.trackers import tracker
 from tui.files.catalog import FileEntry, Machine, mismatch, profile_entries, write_detected_profile
 from tui.launch.budget_bar import next_step, verdict_line
 from tui.launch.choice import (
@@ -58,7 +58,7 @@ def problem(choice: Choice, row: str) -> str:
 def test_what_is_wrong_stands_beside_the_row_it_was_typed_in(
     key: str, text: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracker, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
     row = "data.sources.main" if key.startswith("data.sources") else key
     assert said in problem(replace(DEMO, overrides={key: text}), row)
 

@@ -55,7 +55,7 @@ async def test_the_first_file_is_chosen_and_shown_at_once(console: Opener) -> No
 
 
 async def test_the_text_is_shown_with_what_is_wrong_below_its_line(console: Opener, project: Path) -> None:
-    async with console(120, 36) as pilot:
+    async with console(120, 50) as pilot:
         await to_file(pilot, "mine")
         await pilot.sees("project: ", "unknown key; did you mean train.batch_size?", "the [b]seed[/b]")
 
