@@ -200,6 +200,7 @@ def tell_webhook(directory: RunDirectory, engine_pid: int, offset: int) -> int:
     process; returns how many did not arrive. The last reason is in the record."""
     engine = identify(engine_pid)
     tail, ended, failed = EventTail(directory.events, offset=offset), False, 0
+    directory.trackers.mkdir(exist_ok=True)
     with locked(directory.trackers / f"{RECORD}.lock", timeout_seconds=-1.0):
         write_record(directory, RECORD, Record())
         finish = load_run_spec(directory.run_toml, own=True).recipe.finish

@@ -78,7 +78,7 @@ def test_a_folder_has_to_hold_a_file_that_is_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "rows" / ".hidden").touch()
     sources = [Source(name="main", path=str(tmp_path / "rows"))]
     ((key, error),) = missing_data_files("data.sources", sources, trees=False)
-    assert key == "data.sources.main.path" and "holds no files" in error.found
+    assert key == "data.sources.main.path" and "has no files" in error.found
     (tmp_path / "rows" / "deep" / "a.jsonl").touch()
     assert not list(missing_data_files("data.sources", sources, trees=False))
 

@@ -121,7 +121,7 @@ def test_a_limit_that_the_run_does_not_reach_makes_it_no_longer(
     with pytest.raises(UsageError, match=ends) as refused:
         change_spec(run, sets, {})
     typed = [text for text in refused.value.fix.split() if text.startswith("train.")]
-    assert any("gets longer" in notice for notice in change_spec(run, typed, {}))
+    assert any("is extended" in notice for notice in change_spec(run, typed, {}))
 
 
 def limits_after(ended: RunDirectory, **given: object) -> tuple[Limits, list[str]]:

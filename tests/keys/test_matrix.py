@@ -65,7 +65,8 @@ def test_a_key_that_nobody_reads_is_found(matrix: Matrix) -> None:
     ],
 )
 def test_the_verdict_of_a_cell(outcomes: list[str], is_open: bool, verdict: str) -> None:
-    cell = Cell("lora", "some.key", dict(enumerate(outcomes)), is_open=is_open)  # type: ignore[arg-type]
+    named = {str(number): outcome for number, outcome in enumerate(outcomes)}
+    cell = Cell("lora", "some.key", named, is_open=is_open)
     assert cell.verdict == verdict
 
 

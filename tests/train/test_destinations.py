@@ -271,7 +271,7 @@ def test_a_name_that_leads_inside_is_used_only_if_it_did_so_when_it_was_typed(
         assert allowed(finish, WEBHOOK) and not destinations.may_lead_inside(finish)
         lead(monkeypatch, "127.0.0.1")
         problem = destinations.send(named, message, inside=destinations.may_lead_inside(finish))
-        assert "leads to 127.0.0.1" in problem and "--set finish.webhook=URL" in problem and heard == []
+        assert "resolves to 127.0.0.1" in problem and "--set finish.webhook=URL" in problem and heard == []
         allow_typed(finish, typed)
         assert destinations.send(named, message, inside=destinations.may_lead_inside(finish)) == ""
     assert heard == [message]
@@ -286,4 +286,4 @@ def test_a_variable_of_the_environment_is_no_typed_address(monkeypatch: pytest.M
         lead(monkeypatch, "127.0.0.1")
         monkeypatch.setenv("HOOK", url)
         problem = destinations.send(webhook_url(finish), {}, inside=destinations.may_lead_inside(finish))
-        assert "leads to 127.0.0.1" in problem and heard == []
+        assert "resolves to 127.0.0.1" in problem and heard == []

@@ -95,7 +95,9 @@ def test_a_failed_proof_is_told_and_is_made_again_by_the_next_run(
         break_attention(setup, wrong_scale)
         assert proved(setup, tmp_path, afresh=False)["attention"].passed is False
     events = [event for event in read_events(tmp_path / "proved" / "events.jsonl") if event["name"] == "attention"]
-    assert describe_event(events[0]) == (f"proof of attention failed: {events[0]['detail']}; instead: attention = sdpa")
+    assert describe_event(events[0]) == (
+        f"check of attention failed: {events[0]['detail']}; fallback: attention = sdpa"
+    )
 
 
 def broken_on_rank_1(ranks: Ranks, folder: Path, strategy: dict[str, Any]) -> Any:

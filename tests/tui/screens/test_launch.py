@@ -83,7 +83,9 @@ async def test_verdict_bar_and_start_key_are_in_sight(console: Opener, width: in
 async def test_no_verdict_is_cut_and_no_value_abbreviated(console: Opener, size: tuple[int, int]) -> None:
     async with console(*size, **DEMO) as pilot:
         await pilot.sees("profile        demo", "Settings", "command", "builtin:tiny", "fits with micro-batch 17  ")
-        await pilot.sees("train.micro_batch = auto", "2.8 MiB left", "same result", "longest possible, 64 tokens")
+        await pilot.sees(
+            "train.micro_batch = auto", "2.8 MiB left", "same result", "longest possible sequence, 64 tokens"
+        )
         await pilot.press("R")
         await pilot.sees(
             "◐ fits with micro-batch 17", "mixtral-8x7b-attention ✗ made for 4xh200", "qwen3-4b-longcontext"

@@ -54,7 +54,7 @@ async def test_a_line_per_stage_has_its_verdict_and_space_switches_it_off(
         await pilot.sees("the cursor is not on a stage, which space skips or includes")
         await pilot.press("s")
         await pilot.until(lambda: pilot.screen.screen_name == "run", "the run's screen")
-        await pilot.sees('train.state_dtype = "bfloat16" changes nothing here')
+        await pilot.sees('train.state_dtype = "bfloat16" has no effect')
         (run,) = list_runs(runs)
         force_stop(run)
     assert "enabled = false" in run.run_toml.read_text()

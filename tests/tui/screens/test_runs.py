@@ -149,7 +149,7 @@ async def test_rows_are_sorted_and_columns_chosen(console: Opener, runs: Path) -
         assert [row.summary.step for row in pilot.screen.shown] == [30, 9, 3]
         await pilot.sees("step ↓")
         await pilot.press("C", "ctrl+u", *"wrong", "enter")
-        await pilot.sees("there is no column wrong; there are age, step")
+        await pilot.sees("there is no column wrong; available: age, step")
         await pilot.press("C", "ctrl+u", *"time changed", "enter")
         await pilot.sees("max_steps=100")
         assert pilot.screen.query_one(".heading").text.split() == ["state", "run", "time", "changed"]
