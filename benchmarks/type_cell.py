@@ -68,13 +68,13 @@ def spec_of(model: Path, method: str, samples: Path, *, device: str = "metered",
 def refusal(
     config: Mapping[str, Any], folder: Path, samples: Path, *, method: str = "lora", packing: bool = False
 ) -> str | None:
-    """What `recipes check`, `plan` and `train` say of a model with this config and a method, which they refuse before a
-    run folder exists; None if they let it in. `folder` is written to."""
+    """The first problem that `recipes check`, `plan` and `train` report for a model with this config and a method,
+    before a run folder exists; None if they accept it. `folder` is written to."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     named = {"id": str(folder), "init": "random", "tokenizer": "builtin:bytes"}
     said = problems_of_run(make_spec(samples, model=named, method={"kind": method}, data={"packing": packing}))
-    return "; ".join(said).replace(str(folder), "the model") if said else None
+    return said[0].replace(str(folder), "the model") if said else None
 
 
 def write_tiny(config: PreTrainedConfig, folder: Path) -> Path:
