@@ -15,7 +15,7 @@ from engine.architecture.parameters import adaptable_names, parameter_names
 from engine.budget.advise.model_rules import refuse_patterns
 from engine.cli import app
 from engine.config.load import resolve
-from engine.errors import DataError, UsageError
+from engine.errors import DataError, TunedeckError, UsageError
 from engine.model.adapters import fused_experts, linear_layers
 from tests.budget.metered_step import GPT2, GPT_OSS, MIXTRAL, PHI3, QWEN2, QWEN3_MOE, folder_of
 
@@ -57,7 +57,7 @@ def test_a_misspelt_name_is_refused_with_the_one_that_was_meant(recipe: str, key
 
 def test_plan_refuses_a_misspelt_target() -> None:
     shown = CliRunner().invoke(app, ["plan", "-p", "80gb", "-r", "lora", "--set", 'method.targets=["q_prj"]'])
-    assert isinstance(shown.exception, UsageError)
+    assert isinstance(shown.exception, TunedeckError) and "'q_prj' does not match a name" in shown.exception.found
 
 
 def test_training_only_what_sees_images_on_text_is_refused_before_loading() -> None:

@@ -72,4 +72,4 @@ def test_a_base_model_without_a_template_is_named_as_one(tmp_path: Path) -> None
     assert "the model has no chat template" in notes(file, {"id": str(folder)})
     assert "rendered with" in notes(file, {"id": str(folder), "chat_template": "plain"})
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert "go through the model's chat template; " in notes(file, {"id": str(folder)})
+    assert "are rendered with the model's chat template; " in notes(file, {"id": str(folder)})

@@ -24,6 +24,10 @@ def with_tensor(base: Path, name: str, *shape: int) -> RunSpec:
     return run_spec(str(base))
 
 
+def _notes(spec: RunSpec) -> list[str]:
+    return [note for note in check_run(spec, CHECK).reported if "not trained" in note]
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "reason"),
     [
@@ -32,10 +36,6 @@ def with_tensor(base: Path, name: str, *shape: int) -> RunSpec:
         ("model.layers.1.mlp.up_proj.weight", (40, 32), "it is [40, 32], and [48, 32] there"),
     ],
 )
-def _notes(spec: RunSpec) -> list[str]:
-    return [note for note in check_run(spec, CHECK).reported if "not trained" in note]
-
-
 def test_weights_of_another_model_are_reported_before_a_run(
     tmp_path: Path, name: str, shape: tuple[int, ...], reason: str
 ) -> None:

@@ -38,7 +38,7 @@ def test_the_keys_of_rules_exist() -> None:
     ("needs", "said"),
     [
         ({"recipe"}, []),
-        ({"recipe", "config"}, ["'lm_haed' matches no name"]),
+        ({"recipe", "config"}, ["'lm_haed' does not match a name"]),
         ({"recipe", "files"}, ["data.jsonl does not exist"]),
         ({"recipe", "machine"}, ["mlflow is not installed"]),
         ({"config", "files", "machine"}, []),

@@ -75,4 +75,4 @@ def test_a_key_of_a_stage_can_be_swept(tunedeck: Tunedeck) -> None:
     found = json.loads(tunedeck("queue", "add", *choice, "--set", sweep.format("one"), "--json").out)
     specs = [load_run_spec(RunDirectory(Path(run["path"])).run_toml) for run in found["runs"]]
     assert [spec.recipe.stages[0].train["learning_rate"] for spec in specs] == [1e-3, 2e-3]
-    tunedeck("plan", *choice, "--set", sweep.format("two")).complains(2, "sweep", "no entry named", "there is: one")
+    tunedeck("plan", *choice, "--set", sweep.format("two")).complains(2, "sweep", "no entry named", "existing: one")

@@ -98,7 +98,7 @@ def test_a_template_that_rewrites_earlier_turns_gives_one_row_per_assistant_turn
 def test_a_conversation_that_the_template_refuses_is_dropped_with_its_words() -> None:
     template = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
     renderer = ChatRenderer(tokenizer(template), system_prompt=None, learn_all=False)
-    assert renderer.render(ChatRecord(TURNS[1:])) == Dropped("the chat template refuses it: user first")
+    assert renderer.render(ChatRecord(TURNS[1:])) == Dropped("the chat template rejects it: user first")
 
 
 @pytest.mark.parametrize(

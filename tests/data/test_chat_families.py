@@ -222,7 +222,7 @@ def test_a_greeting_before_any_question_is_learned_where_the_template_allows_it(
     assert rows(CHATML, greeting)[0].startswith("<user>assistant\n[[welcome<end>]]")
     asking = "{% if messages[0]['role'] != 'user' and messages | length < 2 %}{{ raise_exception('ask') }}{% endif %}"
     assert rows(asking + CHATML, greeting)[0].startswith("<user>assistant\nwelcome<end>")
-    assert reason(asking + CHATML, greeting[:1]) == "the chat template refuses it: ask"
+    assert reason(asking + CHATML, greeting[:1]) == "the chat template rejects it: ask"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_greeting_before_any_question_is_learned_where_the_template_allows_it(
 )
 def test_whatever_the_template_raises_drops_the_conversation(expression: str, error: str | None) -> None:
     found = reason(f"{{% if messages | length > 3 %}}{{{{ {expression} }}}}{{% endif %}}" + CHATML, TWO_TURNS)
-    assert found.startswith(f"the chat template fails: {error}" if error else "the chat template refuses it")
+    assert found.startswith(f"the chat template fails: {error}" if error else "the chat template rejects it")
 
 
 def test_a_macro_that_calls_itself_drops_the_conversation() -> None:

@@ -58,7 +58,9 @@ def test_prompt_and_answer_have_the_familys_layout_and_each_answer_is_learned_wi
 
 
 def test_a_name_whose_tokens_are_missing_is_refused_with_those_that_fit() -> None:
-    with pytest.raises(UsageError, match="no token <|im_start|> or <|im_end|>".replace("|", r"\|")) as caught:
+    with pytest.raises(
+        UsageError, match="does not have the tokens <|im_start|>, <|im_end|>".replace("|", r"\|")
+    ) as caught:
         named_template("chatml", tokenizer(""))
     assert "plain" in caught.value.render()
     with pytest.raises(UsageError) as caught:

@@ -71,7 +71,7 @@ def test_columns_of_other_names_and_ambiguous_rows(jsonl: Write) -> None:
     assert learned(prepared(path, named)) == [(IDS, LABELS)]
     beside = prepared(jsonl([{"text": "hi", "input_ids": IDS}], "b.jsonl"))
     assert learned(beside)[0][0] == [104, 105, 257]
-    assert any("not read: input_ids" in line for line in beside.report.notices)
+    assert any("unused columns: input_ids" in line for line in beside.report.notices)
     chosen = prepared(jsonl([{"text": "hi", "input_ids": IDS}], "b.jsonl"), {"format": "tokens"})
     assert learned(chosen)[0][0] == IDS
 

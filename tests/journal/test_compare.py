@@ -151,7 +151,7 @@ def test_a_lower_loss_is_a_gain_and_a_missing_score_names_the_command(tmp_path: 
     with pytest.raises(UsageError, match="rougeL"):
         gains([a, b], "rougeL", a.name)
     refuse_unscored([a, b], "loss")
-    with pytest.raises(UsageError, match="rouge of "):
+    with pytest.raises(UsageError, match="no rouge for "):
         refuse_unscored([a, b], "rouge")
 
 

@@ -43,7 +43,7 @@ def test_frozen_modules_are_not_trained_in_full_beside_adapters() -> None:
 @pytest.mark.parametrize(
     ("method", "says"),
     [
-        ({"freeze": ["nonsense.**"]}, "method.freeze: 'nonsense.\\*\\*' matches no name"),
+        ({"freeze": ["nonsense.**"]}, "method.freeze: 'nonsense.\\*\\*' does not match a name"),
         ({"freeze": ["model.norm"], "also_train": ["model.norm"]}, "method.also_train: 'model.norm' names only what"),
         ({"freeze": ["model"]}, "nothing to train"),
         ({"freeze": ["vision"]}, '"vision" names a part of models with images'),
@@ -81,7 +81,7 @@ def test_added_tokens_whose_embedding_is_frozen_are_refused() -> None:
 def test_freezing_what_is_not_trained_anyway_is_noted() -> None:
     spec = run_spec(method={"freeze": ["model.norm", "model.layers.1"]})
     notes = [note for note in warnings_of(find_facts(spec.recipe.model), spec) if "method.freeze" in note]
-    assert len(notes) == 1 and '"model.norm" changes nothing' in notes[0]
+    assert len(notes) == 1 and '"model.norm" has no effect' in notes[0]
 
 
 @pytest.mark.parametrize("method", [{}, {"kind": "full"}, {"also_train": ["lm_head"]}])

@@ -155,7 +155,7 @@ def test_heads_and_samples_have_masks_of_their_own_that_padding_leaves_alone() -
         ("sdpa", "off", True, False, None),
         ("sdpa", "keep", True, True, None),
         ("flash_attention_2", "keep", True, True, None),
-        ("flash_attention_4", "keep", True, False, "flash_attention_4 has no dropout"),
+        ("flash_attention_4", "keep", True, False, "flash_attention_4 does not support dropout"),
     ],
 )
 def test_attention_dropout_is_kept_where_its_masks_are_keyed_or_where_the_recipe_says_so(

@@ -63,7 +63,7 @@ def test_each_group_reports_what_it_has() -> None:
     [
         (("**.layers.**", "**.layers.0.**"), '"\\*\\*.layers.0.\\*\\*" has no parameter left'),
         (("**.layers.**", "**.layers.**"), "has no parameter left"),
-        (("**.self_atn.**",), "matches no name"),
+        (("**.self_atn.**",), "does not match a name"),
     ],
 )
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -82,5 +82,5 @@ def test_the_groups_of_adapters_are_found_by_their_matrices() -> None:
     spec = run_spec(train=groups("**.lora_B.**"))
     refuse_with_model(spec, find_facts(spec.recipe.model))
     spec = run_spec(method={"freeze": ["**.mlp"]}, train=groups("**.mlp.**"))
-    with pytest.raises(UsageError, match="matches no name"):
+    with pytest.raises(UsageError, match="does not match a name"):
         refuse_with_model(spec, find_facts(spec.recipe.model))

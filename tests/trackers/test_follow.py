@@ -167,6 +167,6 @@ def test_a_tracker_that_hangs_is_ended_and_says_so(run: RunDirectory, where: str
     bodies = {"forward": "pass", "close": "return {}", where: "threading.Event().wait()"}
     command = [sys.executable, "-c", HANGING.format(**bodies), str(run.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "tracker wandb hung for 0.2 s" in done.stderr
+    assert done.returncode == 1 and "tracker wandb did not respond for 0.2 s" in done.stderr
     record = read_record(run, "wandb")
-    assert "hung for 0.2 s" in record.error and record.fix.endswith(f"tunedeck sync {run.path} --to wandb")
+    assert "did not respond for 0.2 s" in record.error and record.fix.endswith(f"tunedeck sync {run.path} --to wandb")

@@ -90,7 +90,7 @@ def test_checkpoints_are_talked_to_while_the_demo_trains_and_what_was_said_is_tr
     terminal.press("w")
     terminal.sees("append to")
     terminal.press("Enter")
-    terminal.sees("2 saved in conversations.jsonl")
+    terminal.sees("2 saved to conversations.jsonl")
     rows = [json.loads(line) for line in (recipe.parent / "conversations.jsonl").read_text("utf-8").splitlines()]
     assert [row["messages"][0]["content"] for row in rows] == ["5 July 2003 ->"] * 2
     terminal.press("x")

@@ -104,7 +104,7 @@ def test_data_that_is_not_there_is_said_before_the_engine_would_find_out(tmp_pat
 
 def test_devices_and_name_are_checked_like_any_field() -> None:
     assert "list of devices" in problem(replace(DEMO, devices="a,b"), "--devices")
-    assert "names 2" in problem(Choice("24gb", "lora", devices="0,1"), "--devices")
+    assert "lists 2" in problem(Choice("24gb", "lora", devices="0,1"), "--devices")
     assert "letters, digits" in problem(replace(DEMO, name="a b"), NAME)
 
 
@@ -179,7 +179,7 @@ def test_a_key_without_a_row_gets_one_while_something_is_wrong_with_it_or_it_was
         (Device(kind="cuda", memory_gib=24.0), CPU, "this machine has no CUDA device"),
         (Device(kind="cuda", memory_gib=140.4), H100, "has 79.6 GiB, not 140.4"),
         (Device(kind="cuda", memory_gib=79.0, count=4), H100, "this machine has 1 GPU, not 4"),
-        (Device(kind="cuda", memory_gib=79.0, compute_capability=10.0), H100, "computes at 9.0, not 10.0"),
+        (Device(kind="cuda", memory_gib=79.0, compute_capability=10.0), H100, "has compute capability 9.0, not 10.0"),
         (Device(kind="cuda", memory_gib=23.0), H100, ""),
         (Device(kind="metered", memory_gib=900.0), CPU, ""),
     ],

@@ -31,7 +31,7 @@ def test_the_words_are_about_what_ran_and_not_about_the_run_as_written(tmp_path:
     watch = cast(RunWatch, SimpleNamespace(summary=ended, latest=None))
     words = " ".join(line.plain.strip() for line in memory_lines(watch, 100, Look()))
     assert "the peak is in the end of the backward pass; largest part: weights, 65 %" in words
-    assert "what lowers weights" in words and "generation" not in words
+    assert "to lower weights" in words and "generation" not in words
 
 
 def test_on_a_plain_cpu_no_plan_of_tensors_stands_beside_the_memory_of_the_process(tmp_path: Path) -> None:

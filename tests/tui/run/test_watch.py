@@ -128,7 +128,7 @@ def test_a_folder_that_vanishes_is_said_and_what_was_known_stays(run: RunDirecto
     watch = looked(run)
     shutil.rmtree(run.path)
     assert watch.read_more(seconds=1.0)
-    assert "gone" in watch.read_error
+    assert "was removed" in watch.read_error
     assert watch.step == 5
     assert watch.summary is not None
 
