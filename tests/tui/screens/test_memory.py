@@ -15,7 +15,7 @@ from tests.tui.screens.test_run import open_run
 @pytest.mark.asyncio
 async def test_launch_shows_where_the_peak_lies_and_one_key_the_phases(console: Opener) -> None:
     async with console(120, 36, profile="demo", recipe="demo") as pilot:
-        await pilot.sees("the peak is in the backward pass", "what lowers activations", "64 MiB simulated")
+        await pilot.sees("the peak is in the backward pass", "to lower activations", "64 MiB simulated")
         await pilot.press("f")
         await pilot.sees("Memory by phase", "as written: 64 sequences of", "it fits with micro-batch")
         await pilot.sees("forward pass: each layer keeps", "optimizer step", "the peak")
