@@ -97,7 +97,7 @@ def test_a_data_set_that_was_read_counts_as_there(tmp_path: Path, monkeypatch: p
 
 def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
     with serving("owner/name", {"rows.jsonl": LINES + b"[1]\n"}) as address:
-        assert "rows.jsonl:3: an object was expected" in read(tmp_path, address)["found"]
+        assert "rows.jsonl:3: expected an object" in read(tmp_path, address)["found"]
 
 
 def test_tables_are_read_by_the_library(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_a_column_that_may_be_part_of_the_prompt_and_is_not_read_is_warned_of(co
 def test_a_column_whose_text_is_in_the_conversation_is_no_warning(jsonl: Write) -> None:
     data = prepared(tokenizer(), jsonl([{"prompt": "Rain?", "messages": TURNS}]))
     assert not [line for line in data.report.notices if line.startswith("WARNING")]
-    assert any("not read: prompt" in line for line in data.report.notices)
+    assert any("unused columns: prompt" in line for line in data.report.notices)
 
 
 PARTS: list[dict[str, Any]] = [

@@ -128,7 +128,7 @@ def test_a_base_that_is_gone_is_said_and_no_error_of_the_result(tmp_path: Path) 
     ours = own_logits(loaded, rows_of_run(spec, loaded))
     shutil.rmtree(tmp_path / "base")
     account = open_result(spec, loaded, tmp_path / "result", "result", ours, {})
-    assert account.opened.startswith("not opened: no folder")
+    assert account.opened.startswith("not opened: there is no folder")
 
 
 def test_a_run_whose_result_does_not_open_fails_and_keeps_its_checkpoint(
