@@ -25,7 +25,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     recipes = tmp_path / "profiles" / "recipes"
     recipes.mkdir(parents=True)
     text = (SHIPPED / "recipes" / "demo.toml").read_text().replace('name = "demo"', 'name = "mine"')
-    text = text.replace("batch_size = 64", 'batch_sise = "64"', 1).replace("seed", "[b]seed[/b]")
+    text = text.replace("batch_size = 64", 'batch_sise = "64"', 1).replace(
+        "learns to rewrite", "learns to [b]rewrite[/b]", 1
+    )
     (recipes / "mine.toml").write_text(text)
     return tmp_path
 
@@ -55,9 +57,9 @@ async def test_the_first_file_is_chosen_and_shown_at_once(console: Opener) -> No
 
 
 async def test_the_text_is_shown_with_what_is_wrong_below_its_line(console: Opener, project: Path) -> None:
-    async with console(120, 50) as pilot:
+    async with console(120, 70) as pilot:
         await to_file(pilot, "mine")
-        await pilot.sees("project: ", "unknown key; did you mean train.batch_size?", "the [b]seed[/b]")
+        await pilot.sees("project", "unknown key; did you mean train.batch_size?", "learns to [b]rewrite[/b]")
 
 
 async def test_the_text_is_enlarged_and_list_and_text_come_back(console: Opener) -> None:

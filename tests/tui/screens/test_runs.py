@@ -154,7 +154,7 @@ async def test_rows_are_sorted_and_columns_chosen(console: Opener, runs: Path) -
         await pilot.sees("max_steps=100")
         assert pilot.screen.query_one(".heading").text.split() == ["state", "run", "time", "changed"]
         await pilot.press("C")
-        await pilot.sees("there are age step loss curve eval", "empty: the default columns")
+        await pilot.sees("available: age step loss curve eval", "empty: the default columns")
         await pilot.press("ctrl+u", "enter")
         await pilot.sees("age", "eval", "time", "0.25")
 
