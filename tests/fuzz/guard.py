@@ -67,7 +67,8 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     elif event == "open" and isinstance(arguments[2], int):
         path = os.path.realpath(os.fsdecode(arguments[0])) if isinstance(arguments[0], str | bytes) else ""
         if arguments[2] & WRITING:
-            in_open_folder = arguments[1] is None and os.sep not in os.fsdecode(arguments[0])  # a lock, see `locked`
+            name = os.fsdecode(arguments[0]) if path else ""
+            in_open_folder = arguments[1] is None and os.sep not in name and name.endswith(".lock")  # see `locked`
             if path and not in_open_folder and not path.startswith(_watch.allowed):
                 _see(f"{path} is opened for writing")
         elif path and os.path.isabs(os.fsdecode(arguments[0])) and not path.startswith((*_watch.allowed, *READABLE)):
